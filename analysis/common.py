@@ -1,0 +1,431 @@
+"""What all figures share: one colour per implementation, series, gaps, panels, legends, and notes on where the rows come from."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from analysis import load
+
+#: rcParams of every figure. The font ships with matplotlib, so that a redrawn file is the same on every machine.
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "axes.titlesize": 8.5,
+    "axes.labelsize": 8,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.6,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "legend.fontsize": 7.5,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 5,
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "sonic",
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """Colour and marker of an implementation, the same in every figure."""
+
+    colour: str
+    marker: str
+
+
+#: In the order of legends. Twins of a strategy (`*_style`) carry a paler shade of the package's colour.
+LOOKS = {
+    "sonic": Look("#c8102e", "o"),
+    "sonicmoe_official": Look("#f28e2b", "D"),
+    "scattermoe": Look("#1f77b4", "s"),
+    "scattermoe_style": Look("#9cc4e4", "s"),
+    "megablocks": Look("#2ca02c", "^"),
+    "megablocks_style": Look("#a3d99b", "^"),
+    "momoe": Look("#8a56c2", "v"),
+    "momoe_style": Look("#c9b3e6", "v"),
+    "megatron": Look("#8c564b", "P"),
+    "deepgemm_pt": Look("#17becf", "X"),
+    "deepgemm_pp": Look("#0b6e7f", "X"),
+    "triton_kernels": Look("#4b4bd6", "<"),
+    "moe_ops": Look("#5b7f2b", ">"),
+    "liger": Look("#d9a400", "h"),
+    "torch_grouped_mm": Look("#e377c2", "p"),
+    "torch_grouped_mm_compiled": Look("#a8328f", "p"),
+    "torch_loop": Look("#a0a023", "d"),
+    "transformers": Look("#6e7781", "*"),
+    "transformers_grouped": Look("#3d444d", "*"),
+    "standard_style": Look("#b8bec5", "*"),
+    "cublas_bmm": Look("#000000", "_"),
+}
+
+#: Colours of implementations that the table above does not know yet.
+_SPARE = ("#7f3b08", "#35978f", "#c51b7d", "#4d9221", "#5e4fa2", "#d53e4f")
+_DASHES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)))
+_VARIANT_MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">")
+_FAMILIES = ("hopper", "triton", "torch")
+
+GREY = "#57606a"
+
+
+def look(impl: str) -> Look:
+    """Colour and marker of an implementation; one without an entry gets a spare colour that follows from its name."""
+    return LOOKS.get(impl) or Look(_SPARE[zlib.crc32(impl.encode()) % len(_SPARE)], "8")
+
+
+def rank(impl: str) -> tuple[int, str]:
+    """Sort key of an implementation: the order of the table, then the name."""
+    return (list(LOOKS).index(impl) if impl in LOOKS else len(LOOKS), impl)
+
+
+# -- series -----------------------------------------------------------------------------------------------------------
+def label_series(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with `series`, the name in the legend, and `variant`, its number among the series of its implementation.
+
+    A series is an implementation with whatever sets its rows apart from each other: the family of `sonic`, and every knob,
+    tile, dtype, op or routing that takes more than one value. So crossing one more axis adds lines instead of mixing them.
+    """
+    table = _settle_family(table)
+    usual_op = table.op.mode().iloc[0] if len(table) else None
+    names = {}
+    for impl, group in table.groupby("impl", sort=False):
+        varying = [
+            name for name in load.VARIANT if name not in ("family", "op") and group[name].nunique(dropna=False) > 1
+        ]
+        for index, line in group.iterrows():
+            parts = [line.family] if impl == "sonic" else []
+            parts += [line.op] if line.op != usual_op else []
+            parts += [text for name in varying if (text := _part(name, line[name]))]
+            names[index] = f"{impl} ({', '.join(parts)})" if parts else impl
+    table = table.assign(series=pd.Series(names, dtype=object))
+    order = {}
+    for impl, group in table.groupby("impl", sort=False):
+        # The series with the most rows is the one the sweep is about, so it gets the solid line.
+        size = group.series.map(group.series.value_counts())
+        found = group.assign(_family=group.family.map(_family_rank), _size=-size).drop_duplicates("series")
+        found = found.sort_values(["_family", "_size", "tile_m", "series"])
+        order |= {(impl, series): number for number, series in enumerate(found.series)}
+    return table.assign(variant=[order[impl, series] for impl, series in zip(table.impl, table.series, strict=True)])
+
+
+def _family_rank(family: str) -> int:
+    return _FAMILIES.index(family) if family in _FAMILIES else len(_FAMILIES)
+
+
+def _part(name: str, value: object) -> str:
+    """A knob's part of a series' name; empty for what every point starts from (null, learned routing)."""
+    if pd.isna(value) or value == "learned":
+        return ""
+    if name in ("dtype", "distribution"):
+        return str(value)
+    return f"{name.removeprefix('tile_')}={value:g}" if isinstance(value, float) else f"{name}={value}"
+
+
+def _settle_family(table: pd.DataFrame) -> pd.DataFrame:
+    """A line that failed before its family was known belongs to the implementation's only family, where it has just one."""
+    family = table.family.copy()
+    for _, group in table.groupby("impl", sort=False):
+        known = [name for name in group.family.unique() if name != "auto"]
+        if len(known) == 1:
+            family[group.index[group.family == "auto"]] = known[0]
+    return table.assign(family=family)
+
+
+def series_of(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """(name, lines) of every series, in the order of legends."""
+    groups = [(name, group) for name, group in table.groupby("series", sort=False)]
+    return sorted(groups, key=lambda item: (rank(item[1].impl.iloc[0]), item[1].variant.iloc[0]))
+
+
+def style_of(impl: str, variant: int) -> dict[str, object]:
+    """Keywords of a line: colour by implementation, dashes and marker by variant."""
+    base = look(impl)
+    others = [marker for marker in _VARIANT_MARKERS if marker != base.marker]
+    marker = base.marker if variant == 0 else others[(variant - 1) % len(others)]
+    dashes = _DASHES[variant % len(_DASHES)]
+    if impl == "cublas_bmm":
+        return {"color": base.colour, "marker": "_", "markersize": 8, "linestyle": (0, (2, 1)), "linewidth": 1.1}
+    return {"color": base.colour, "marker": marker, "linestyle": dashes}
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+def draw_series(
+    ax: Axes, lines: pd.DataFrame, x: str, y: str, positions: Sequence[object] | None = None, statuses: bool = True
+) -> None:
+    """Draws every series of `lines`: the median `y` over `x`, its p20 to p80 band for times and rates, and its gaps.
+
+    A point that is not `ok`, or that another series has and this one lacks, breaks the line; its status stands at the
+    foot of the panel in the series' colour (without `statuses` it does not, where the panel above says it already).
+    `positions`: evenly spaced categories for `x`; numbers as they are without it.
+    """
+    xs = sorted(lines[x].unique()) if positions is None else list(positions)
+    place = dict(zip(xs, xs if positions is None else range(len(xs)), strict=True))
+    stacked = dict.fromkeys(xs, 0)
+    drawn = series_of(lines)
+    for number, (_, group) in enumerate(drawn):
+        impl = group.impl.iloc[0]
+        if not group[y].notna().any():
+            continue  # never measured here: `missing_notes` says why
+        by_x = group.drop_duplicates(x, keep="last").set_index(x).reindex(xs)
+        style = style_of(impl, group.variant.iloc[0])
+        at = [place[value] for value in xs]
+        # Later lines are thinner, so that one under another of the same values still shows.
+        thin = number / max(1, len(drawn) - 1)
+        thickness = {"linewidth": 2.2 - 1.0 * thin, "markersize": 6.5 - 2.2 * thin} if impl != "cublas_bmm" else {}
+        ax.plot(at, by_x[y].astype(float), **(style | thickness), zorder=3)
+        low, high = band(by_x, y)
+        ax.fill_between(at, low, high, color=style["color"], alpha=0.18, linewidth=0, zorder=2)
+        ax.vlines(at, low, high, color=style["color"], linewidth=0.9, zorder=2)
+        for value, line in by_x.iterrows():
+            if pd.notna(line[y]) or not statuses:
+                continue
+            status = "no row" if pd.isna(line.status) else f"no {y}" if line.status == "ok" else line.status
+            # At the edges the text turns inwards, so that it stays within its panel.
+            side = "left" if value == xs[0] else "right" if value == xs[-1] else "center"
+            ax.annotate(
+                f"\N{MULTIPLICATION SIGN} {status.replace('_', ' ')}", (place[value], 0), xycoords=("data", "axes fraction"),
+                xytext=({"left": -8, "right": 8}.get(side, 0), 3 + 8 * stacked[value]), textcoords="offset points", ha=side,
+                va="bottom", fontsize=6, color=style["color"], zorder=5,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.4},
+            )  # fmt: skip
+            stacked[value] += 1
+
+
+def band(lines: pd.DataFrame, y: str) -> tuple[np.ndarray, np.ndarray]:
+    """Lower and upper edge of the p20 to p80 band of `ms`, `tflops` or `gbps`; the value itself for what has no samples."""
+    middle = lines[y].to_numpy(float)
+    if y == "ms":
+        return lines.ms_p20.to_numpy(float), lines.ms_p80.to_numpy(float)
+    if y not in ("tflops", "gbps"):
+        return middle, middle
+    # A rate is work over time, so the long times make its lower edge; a backward band may reach down to no time at all.
+    fast = lines.ms_p20.to_numpy(float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        high = np.where(fast > 0, middle * lines.ms.to_numpy(float) / fast, np.nan)
+    return middle * lines.ms.to_numpy(float) / lines.ms_p80.to_numpy(float), high
+
+
+def draw_paper(ax: Axes, values: pd.DataFrame, x: str, y: str) -> None:
+    """The paper's values as hollow markers on a thin dotted line in the implementation's colour; `values` has impl, x and y."""
+    for impl, group in sorted(values.groupby("impl"), key=lambda item: rank(item[0])):
+        line = group.sort_values(x)
+        ax.plot(line[x], line[y], **_paper_style(look(impl).colour))
+
+
+def _paper_style(colour: str) -> dict[str, object]:
+    return {
+        "color": colour, "marker": "D", "markersize": 5.5, "markerfacecolor": "white", "markeredgewidth": 1.0,
+        "linestyle": (0, (1, 2.2)), "linewidth": 0.8, "zorder": 3.5,
+    }  # fmt: skip
+
+
+def paper_handle(text: str) -> Line2D:
+    """The legend entry of `draw_paper`."""
+    return Line2D([], [], label=text, **_paper_style(GREY))
+
+
+def formula_handle(text: str) -> Line2D:
+    """The legend entry of a model's line."""
+    return Line2D([], [], label=text, color=GREY, linewidth=0.9, linestyle=(0, (1, 1)))
+
+
+def series_handles(table: pd.DataFrame, y: str) -> list[Line2D]:
+    """Legend entries of the series that have at least one value of `y`."""
+    return [
+        Line2D([], [], label=name, **style_of(group.impl.iloc[0], group.variant.iloc[0]))
+        for name, group in series_of(table)
+        if group[y].notna().any()
+    ]
+
+
+def size_axis(ax: Axes, values: Iterable[float], label: str, ticks: Callable[[float], str] = "{:g}".format) -> None:
+    """A base-2 logarithmic x axis with a tick at each of `values`."""
+    values = sorted(set(values))
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(values, [ticks(value) for value in values])
+    ax.minorticks_off()
+    low, high = values[0], values[-1]
+    ax.set_xlim(low / 1.35, high * 1.35)
+    ax.set_xlabel(label)
+
+
+def value_axis(ax: Axes, label: str, log: bool = False) -> None:
+    """A y axis from zero with room for gaps' statuses, or a logarithmic one."""
+    ax.set_ylabel(label)
+    if log:
+        ax.set_yscale("log")
+        low, high = ax.get_ylim()
+        ax.set_ylim(low / 1.6, high)
+    else:
+        ax.set_ylim(0, ax.get_ylim()[1] * 1.04)
+
+
+# -- sheets -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Sheet:
+    """Panels of a fixed size in inches; `finish` puts the words around them, so that nothing overlaps at any number of panels."""
+
+    figure: Figure
+    axes: np.ndarray  # (rows, columns) of Axes
+    size: tuple[float, float]
+    gap: tuple[float, float]
+
+    def finish(self, title: str, subtitle: str, handles: Sequence[Line2D] = (), notes: Iterable[str] = ()) -> None:
+        """Title and provenance above, legend and notes below; sets the figure's size. Call it last."""
+        rows, columns = self.axes.shape
+        panels = list(self.axes.flat)
+        left = 0.74 + 0.14 * max(ax.get_ylabel().count("\n") for ax in self.axes[:, 0])
+        left += max(0.0, 0.055 * (max(_tick_width(ax) for ax in self.axes[:, 0]) - 5))
+        grid_w = columns * self.size[0] + (columns - 1) * self.gap[0]
+        grid_h = rows * self.size[1] + (rows - 1) * self.gap[1]
+        width = left + grid_w + 0.2
+
+        title_lines = textwrap.wrap(title, int(width * 12.5))
+        sub_lines = textwrap.wrap(subtitle, int(width * 17.5))
+        note_lines = [
+            line for note in notes for line in textwrap.wrap(note, int(width * 18.5), subsequent_indent="   ")
+        ]
+        longest = max((len(handle.get_label()) for handle in handles), default=1)
+        legend_columns = max(1, min(len(handles), int((width - 0.2) / (0.6 + 0.062 * longest))))
+        legend_rows = math.ceil(len(handles) / legend_columns)
+
+        heading = max(ax.get_title().count("\n") + 1 if ax.get_title() else 0 for ax in panels)
+        top = 0.28 + 0.17 * len(title_lines) + 0.135 * len(sub_lines) + 0.15 * heading
+        below_axes = 0.06 + max(0.36, 0.13 * max(_tick_lines(ax) for ax in panels) + 0.25)
+        bottom = below_axes + 0.18 * legend_rows + 0.12 + 0.125 * len(note_lines)
+        height = top + grid_h + bottom
+        self.figure.set_size_inches(width, height)
+        self.figure.subplots_adjust(
+            left=left / width, right=(left + grid_w) / width, top=1 - top / height, bottom=bottom / height,
+            wspace=self.gap[0] / self.size[0], hspace=self.gap[1] / self.size[1],
+        )  # fmt: skip
+        self.figure.align_ylabels(self.axes)
+
+        def write(at: float, text: str, **style: object) -> None:
+            self.figure.text(0.1 / width, at / height, text, va="top", **style)
+
+        at = height - 0.13
+        for line in title_lines:
+            write(at, line, fontsize=9.5, weight="bold")
+            at -= 0.17
+        for line in sub_lines:
+            write(at - 0.02, line, fontsize=7, color=GREY)
+            at -= 0.135
+        if handles:
+            self.figure.legend(
+                handles=list(handles), loc="upper center", ncols=legend_columns, bbox_to_anchor=(0.5, (bottom - below_axes) / height),
+                borderaxespad=0, handlelength=2.6, columnspacing=1.3, labelspacing=0.45,
+            )  # fmt: skip
+        for number, line in enumerate(reversed(note_lines)):
+            write(0.17 + 0.125 * number, line, fontsize=6.5, color=GREY)
+
+
+def panels(figure: Figure, rows: int, columns: int, size: tuple[float, float] = (2.7, 2.1), share_x: bool = True,
+           gap: tuple[float, float] = (0.5, 0.3)) -> Sheet:  # fmt: skip
+    """A sheet of (rows, columns) panels of `size` inches, `gap` inches apart; a single column is made wide enough for a title."""
+    axes = figure.subplots(rows, columns, squeeze=False, sharex="col" if share_x else False)
+    return Sheet(figure, axes, size if columns > 1 else (max(size[0], 4.4), size[1]), gap)
+
+
+def _tick_width(ax: Axes) -> int:
+    texts = [label.get_text() for label in ax.get_yticklabels()]
+    return max(
+        (4 if "$" in text else len(text) for text in texts), default=0
+    )  # powers of ten are TeX: longer than they look
+
+
+def _tick_lines(ax: Axes) -> int:
+    return max((label.get_text().count("\n") + 1 for label in ax.get_xticklabels()), default=1)
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+_CLOCK_WORDS = {
+    "device": "device time (union of kernel intervals)",
+    "event": "CUDA-event time of the eager call",
+    "span": "span from first kernel start to last kernel end",
+    "graph": "CUDA-graph replay",
+}
+
+
+def on_cpu(data: pd.DataFrame) -> bool:
+    """Whether the rows were taken on a CPU, whose times say nothing about a GPU."""
+    return bool((data.gpu == load.CPU).all())
+
+
+def time_note(data: pd.DataFrame) -> str:
+    """A line under a time or rate label: what the clock was, and on a CPU that it is not a GPU's speed."""
+    if not on_cpu(data):
+        return ""
+    return (
+        "\nCPU wall time, Triton interpreted;\nnot GPU speed"
+        if data.interpreter.any()
+        else "\nCPU wall time; not GPU speed"
+    )
+
+
+def provenance(data: pd.DataFrame) -> str:
+    """One line on where the numbers come from: card, dtype, op, clock, L2, method version, commits."""
+    measured = data[data.ms.notna() & ~data.derived]
+    if on_cpu(data):
+        clock = "CPU wall time" + (" (Triton kernels in the interpreter)" if data.interpreter.any() else "")
+    else:
+        clock = _CLOCK_WORDS[data.clock.iloc[0]]
+    methods = ", ".join(f"{version:g}" for version in sorted(data.method_version.dropna().unique()))
+    commits = ", ".join(sorted({str(commit)[:10] for commit in measured.commit}))
+    words = [
+        ", ".join(load.gpus(data)), ", ".join(sorted(data.dtype.unique())), "op " + ", ".join(sorted(data.op.unique())),
+        f"{clock}, median and p20\N{EN DASH}p80", f"method {methods or 'none'}", f"commit {commits or 'none'}",
+    ]  # fmt: skip
+    return " \N{MIDDLE DOT} ".join(words)
+
+
+def missing_notes(data: pd.DataFrame, y: str = "ms") -> list[str]:
+    """One note per series without a single value: its statuses and the first reason."""
+    notes = []
+    for name, group in series_of(data):
+        if group[y].notna().any():
+            continue
+        statuses = ", ".join(status.replace("_", " ") for status in group.status.unique())
+        reason = next(
+            (str(text).strip().splitlines()[-1] for text in group.reason if pd.notna(text) and str(text).strip()), ""
+        )
+        if not reason and (group.status == "ok").any():
+            reason = f"measured, without the {group.clock.iloc[0]} time"
+        notes.append(f"Not drawn: {name}: {statuses}{f' ({textwrap.shorten(reason, 110)})' if reason else ''}")
+    return notes
+
+
+def throttle_notes(data: pd.DataFrame) -> list[str]:
+    """A note when the card throttled during some of the rows."""
+    count = int(data.throttled.fillna(False).astype(bool).sum())
+    return [f"{count} of {len(data)} rows were taken while the card throttled."] if count else []
+
+
+def ratio(ours: pd.Series, theirs: pd.Series) -> pd.Series:
+    """Ours over theirs, NaN where either is missing."""
+    return ours.astype(float) / theirs.astype(float)
+
+
+def lookup(table: pd.DataFrame, values: pd.DataFrame, keys: Sequence[str], column: str) -> pd.Series:
+    """For every line of `table` the `column` of the first line of `values` with the same `keys`, else NaN."""
+    keys = list(keys)
+    found = values.drop_duplicates(keys).set_index(keys)[column].to_dict()
+    return pd.Series(
+        [found.get(key, np.nan) for key in table[keys].itertuples(index=False, name=None)],
+        index=table.index,
+        dtype=float,
+    )

@@ -1,0 +1,265 @@
+"""Finds the figure files, draws them from rows, saves them; the command line of `python -m analysis` and of each figure file.
+
+A figure file is `analysis/<id>_<name>.py` (a stem without `_` is no figure). It has `SWEEP` (the sweep that fills it), `TITLE`,
+`select(rows)` (the rows it draws, one GPU and method), `draw(figure, data)` (pure) and `table(data)` (the numbers drawn).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import matplotlib
+import pandas as pd
+from matplotlib.figure import Figure
+
+from analysis import common, load
+from sonic.record import Fault, RecordError
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure with the rows behind it (`data`), the numbers in it (`table`) and the lines of its files that are no rows."""
+
+    id: str
+    stem: str
+    title: str
+    claim: str
+    sweep: str
+    gpu: str
+    figure: Figure
+    table: pd.DataFrame
+    data: pd.DataFrame
+    faults: list[Fault]
+
+
+class NotDrawn(Exception):
+    """A figure without rows to draw; the text says which sweep would fill it."""
+
+    def __init__(self, reason: str, faults: Sequence[Fault] = ()) -> None:
+        super().__init__(reason)
+        self.faults = list(faults)
+
+
+def discover() -> dict[str, str]:
+    """Figure id -> stem of its file, in the order of ids (numbers in numeric order). ValueError when two files share an id."""
+    found: dict[str, str] = {}
+    for path in sorted(HERE.glob("[a-z]*_*.py")):
+        figure_id = path.stem.split("_")[0]
+        if figure_id in found:
+            raise ValueError(
+                f"figure id {figure_id!r} belongs to both {found[figure_id]}.py and {path.name}; ids must differ"
+            )
+        found[figure_id] = path.stem
+    return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+
+
+def _natural(figure_id: str) -> tuple[str, int]:
+    word = figure_id.rstrip("0123456789")
+    return word, int(figure_id[len(word) :] or 0)
+
+
+def module_of(figure_id: str) -> ModuleType:
+    """The figure file of an id; KeyError lists the ids."""
+    known = discover()
+    if figure_id not in known:
+        raise KeyError(f"unknown figure {figure_id!r}; there are {', '.join(known)}")
+    return importlib.import_module(f"analysis.{known[figure_id]}")
+
+
+def build(
+    figure_id: str,
+    results: Path = load.RESULTS,
+    gpu: str | None = None,
+    method: int | None = None,
+    clock: load.Clock = "auto",
+) -> Drawn:
+    """Draws one figure from the rows in `results`.
+
+    NotDrawn when there is nothing to draw, SelectionError when rows of several GPUs or methods are left, KeyError for an
+    unknown id.
+    """
+    module = module_of(figure_id)
+    everything, faults = load.rows(results, module.SWEEP)
+    fill = f"`python -m sonic.sweep sweeps={module.SWEEP}` fills it"
+    slugs = load.gpus(everything)
+    if not slugs:
+        raise NotDrawn(f"no rows; {fill}", faults)
+    if gpu is not None and gpu not in slugs:
+        raise NotDrawn(f"no rows of {gpu} (there are some of {', '.join(slugs)}); {fill}", faults)
+    chosen = load.choose_gpu(slugs, gpu)
+    rows, _ = load.rows(results, module.SWEEP, chosen, method, clock)
+    data = module.select(rows)
+    if not data.ms.notna().any():
+        statuses = ", ".join(f"{count} {status}" for status, count in rows.status.value_counts().items())
+        raise NotDrawn(f"no measured row of {chosen} (rows: {statuses or 'none'}); {fill}", faults)
+    figure = Figure()
+    with matplotlib.rc_context(common.STYLE):
+        module.draw(figure, data)
+    claim = (module.__doc__ or "").strip()
+    return Drawn(
+        figure_id,
+        discover()[figure_id],
+        module.TITLE,
+        claim,
+        module.SWEEP,
+        chosen,
+        figure,
+        module.table(data),
+        data,
+        faults,
+    )
+
+
+def png(figure: Figure, dpi: int = 200) -> bytes:
+    """The figure as PNG, the same bytes every time."""
+    return _bytes(figure, "png", dpi=dpi, metadata={"Software": None})
+
+
+def pdf(figure: Figure) -> bytes:
+    """The figure as PDF, the same bytes every time: no dates, no producer."""
+    return _bytes(figure, "pdf", metadata={"CreationDate": None, "ModDate": None, "Producer": None, "Creator": None})
+
+
+def _bytes(figure: Figure, kind: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(common.STYLE):
+        figure.savefig(buffer, format=kind, facecolor="white", **options)
+    return buffer.getvalue()
+
+
+def save(drawn: Drawn, folder: Path) -> list[Path]:
+    """Writes `<stem>.pdf` and `<stem>.png` to `folder`, those of a CPU to `folder/cpu`; returns the two paths."""
+    folder = folder / load.CPU if drawn.gpu == load.CPU else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for kind, content in (("pdf", pdf(drawn.figure)), ("png", png(drawn.figure))):
+        path = folder / f"{drawn.stem}.{kind}"
+        if not path.exists() or path.read_bytes() != content:
+            path.write_bytes(content)
+        paths.append(path)
+    return paths
+
+
+def show_table(table: pd.DataFrame) -> str:
+    """The numbers of a figure as text, four significant digits, `-` where there is none."""
+    return table.map(cell).to_string(index=False)
+
+
+def cell(value: object) -> str:
+    """One number or word of a table: four significant digits, `-` for none."""
+    if isinstance(value, (list, dict)):
+        return str(value)
+    if pd.isna(value):
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# -- command line -----------------------------------------------------------------------------------------------------
+def run(ids: Sequence[str], options: argparse.Namespace) -> int:
+    """Draws the figures and prints their numbers; 0 when all that were named are drawn, 1 when one was not, 2 for a wrong choice."""
+    named, failed = bool(ids), False
+    pending: list[str] = []
+    reported: set[tuple[Path, int]] = set()
+    for figure_id in ids or discover():
+        try:
+            drawn = build(figure_id, options.results, options.gpu, options.method, options.clock)
+        except NotDrawn as error:
+            pending.append(f"{figure_id}: {error}")
+            faults = error.faults
+        except (load.SelectionError, RecordError) as error:
+            print(f"{figure_id}: {error}", file=sys.stderr)
+            return 2
+        else:
+            faults = drawn.faults
+            print(f"{drawn.id}: {drawn.title} [{drawn.gpu}]")
+            print(show_table(drawn.table))
+            for path in save(drawn, options.out or options.results / "figures"):
+                print(f"wrote {path}")
+            print()
+        for fault in faults:
+            if (fault.path, fault.line_number) not in reported:
+                reported.add((fault.path, fault.line_number))
+                print(f"{fault.path}:{fault.line_number}: left out, {fault.reason}", file=sys.stderr)
+    if pending:
+        print("Not drawn:")
+        for line in pending:
+            print(f"  {line}")
+        failed = named
+    return 1 if failed else 0
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """The options that choose rows; all commands of this package share them."""
+    command.add_argument(
+        "--gpu", metavar="SLUG", help="whose rows, such as nvidia-h200 or cpu; needed where several GPUs have rows"
+    )
+    command.add_argument(
+        "--results", type=Path, default=load.RESULTS, metavar="DIR", help="where the rows are (default: results/)"
+    )
+    command.add_argument(
+        "--method", type=int, metavar="N", help="timing method version, where rows of several are left"
+    )
+    command.add_argument(
+        "--clock", choices=load.CLOCKS, default="auto", help="which of the four times (default: device time on a GPU)"
+    )
+
+
+def check_choice(command: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends with exit code 2 when the results folder does not exist or holds no row of the GPU asked for."""
+    if not options.results.is_dir():
+        command.error(f"--results {options.results} is no folder")
+    if options.gpu is not None:
+        slugs = load.gpus(load.rows(options.results)[0])
+        if options.gpu not in slugs:
+            command.error(f"no rows of --gpu {options.gpu!r}; there are rows of {', '.join(slugs) or 'none'}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m analysis`."""
+    command = _parser("python -m analysis")
+    command.add_argument("id", nargs="*", help="figures to draw; without any, all that have rows")
+    command.add_argument("--for-sweep", metavar="NAME", help="the figures that this sweep fills")
+    options = command.parse_args(argv)
+    known = discover()
+    unknown = [name for name in options.id if name not in known]
+    if unknown:
+        command.error(f"unknown figure {unknown[0]!r}; there are {', '.join(known)}")
+    if options.id and options.for_sweep:
+        command.error("name figures or --for-sweep, not both")
+    check_choice(command, options)
+    ids = options.id
+    if options.for_sweep:
+        ids = [name for name in known if module_of(name).SWEEP == options.for_sweep]
+        if not ids:
+            print(f"no figure is drawn from sweep {options.for_sweep!r}")
+            return 0
+    return run(ids, options)
+
+
+def file_main(file: str, argv: Sequence[str] | None = None) -> int:
+    """`python -m analysis.<stem>`: the one figure of a file, with the same options."""
+    stem = Path(file).stem
+    command = _parser(f"python -m analysis.{stem}")
+    options = command.parse_args(argv)
+    check_choice(command, options)
+    return run([stem.split("_")[0]], options)
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    command = argparse.ArgumentParser(
+        prog=prog, description="Draws figures from measured rows and prints the numbers drawn."
+    )
+    add_options(command)
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="where the figures go (default: figures/ in the results folder)"
+    )
+    return command

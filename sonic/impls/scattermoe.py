@@ -1,0 +1,90 @@
+"""ScatterMoE (https://github.com/shawntan/scattermoe, Apache-2.0), `scattermoe.mlp.GLUMLP`, read at commit 47b5e15.
+
+Pure Triton, one tile configuration per kernel; from git only, not on a package index. The package has no router, so `layer`
+gets the harness's plain one. Its first weight keeps the n up rows before the n gate rows, so they are swapped once, outside
+the timing; a model that stores them so never converts. Scores enter its kernels in the dtype of x. It counts tokens per
+expert with `torch.bincount`, which makes the host wait for the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from sonic.impls._common import Adapter, dtype_refusal, leaf
+from sonic.problem import Problem
+from sonic.record import Point
+from sonic.routers import plain_router
+
+
+class Impl(Adapter):
+    family = "triton"
+
+    @staticmethod
+    def available() -> str | None:
+        if importlib.util.find_spec("scattermoe") is None:
+            return "package 'scattermoe' is not installed (git only: https://github.com/shawntan/scattermoe)"
+        return None
+
+    @staticmethod
+    def version() -> str:
+        """The package's version, and a hash of its sources, since one version number spans many commits."""
+        root = Path(importlib.util.find_spec("scattermoe").origin).parent
+        sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))).hexdigest()[:8]
+        try:
+            return f"{importlib.metadata.version('scattermoe')}+{sources}"
+        except importlib.metadata.PackageNotFoundError:
+            return sources
+
+    @staticmethod
+    def supports(point: Point, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"device is {device.type!r}; its Triton kernels need cuda"
+        if point.shape.T == 0:
+            return "shape.T is 0; its kernels need at least 1 token"
+        return dtype_refusal(point, ("bf16", "fp16", "fp32"))
+
+    def __init__(self, problem: Problem, point: Point) -> None:
+        from scattermoe.kernels import ops
+        from scattermoe.mlp import GLUMLP
+
+        super().__init__(problem, point)
+        self.note = "w1 stored up rows first, as the package wants it"
+        # In fp32 the package multiplies in TF32 unless told otherwise, which no other implementation does.
+        ops.ALLOW_TF32 = point.dtype != "fp32"
+        shape = problem.shape
+        with torch.device("meta"):
+            self.mlp = GLUMLP(shape.d, shape.n, shape.E, shape.K)
+        self.w1_E2nd = leaf(_swap_halves(problem.w1_E2nd))
+        self.mlp.experts.weight = torch.nn.Parameter(self.w1_E2nd)
+        self.mlp.output_experts.weight = torch.nn.Parameter(self.w2_Edn)
+        self.ids_TK = problem.ids_TK.long()
+
+    def forward(self) -> torch.Tensor:
+        scores_TK, ids_TK = self.scores_TK, self.ids_TK
+        if self.layer:
+            scores_TK, ids_TK = plain_router(self.x_Td, self.router_w_Ed, self.K)
+        return self.mlp(self.x_Td, scores_TK.to(self.x_Td.dtype), ids_TK)
+
+    def weights(self) -> Sequence[torch.Tensor]:
+        return (*self.mlp.parameters(), self.router_w_Ed)
+
+    def grads(self) -> dict[str, torch.Tensor]:
+        found = super().grads()
+        w1, w2 = self.mlp.experts.weight.grad, self.mlp.output_experts.weight.grad
+        return found | {"dw1_E2nd": None if w1 is None else _swap_halves(w1), "dw2_Edn": w2}
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self.mlp.zero_grad(set_to_none=True)
+
+
+def _swap_halves(w_E2nd: torch.Tensor) -> torch.Tensor:
+    """(E, 2n, d) with the first n and the last n rows of each expert exchanged."""
+    first, second = w_E2nd.chunk(2, dim=1)
+    return torch.cat([second, first], dim=1)

@@ -1,0 +1,74 @@
+"""PyTorch's grouped matrix multiplication, eager: what a user gets from `torch.nn.functional.grouped_mm` (torch >= 2.10).
+
+Sort the (token, slot) pairs by expert, gather x, grouped GEMM, SiLU * up, grouped GEMM, weight by the scores, put the rows
+back into token order and sum over the K slots. No host sync. Weights are read where they lie, as transposed views.
+Limits: bf16 on CUDA; bf16, fp16 and fp32 on a CPU; rows of every operand must be multiples of 16 bytes, so d and n multiples
+of 8 in 16 bits. `torch_grouped_mm_compiled` runs the same functions through torch.compile.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sonic.impls._common import Adapter, dtype_refusal
+from sonic.problem import DTYPES
+from sonic.record import Point
+from sonic.routers import plain_router
+
+ROW_BYTES = 16
+
+
+def experts(
+    x_Td: torch.Tensor, ids_TK: torch.Tensor, scores_TK: torch.Tensor, w1_E2nd: torch.Tensor, w2_Edn: torch.Tensor
+) -> torch.Tensor:
+    """O (T, d) from given ids and scores (T, K)."""
+    T, K = ids_TK.shape
+    E = w1_E2nd.shape[0]
+    sorted_R, order_R = ids_TK.flatten().sort(stable=True)
+    ends_E = torch.searchsorted(sorted_R, torch.arange(E, device=sorted_R.device, dtype=sorted_R.dtype), right=True)
+    ends_E = ends_E.to(torch.int32)
+    # index_select, whose backward adds rows; that of plain indexing sorts them first.
+    x_Rd = x_Td.index_select(0, order_R // K)
+    gate_Rn, up_Rn = F.grouped_mm(x_Rd, w1_E2nd.transpose(-2, -1), offs=ends_E).chunk(2, dim=-1)
+    y_Rd = F.grouped_mm(F.silu(gate_Rn) * up_Rn, w2_Edn.transpose(-2, -1), offs=ends_E)
+    place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(T * K, device=order_R.device))
+    y_TKd = y_Rd.index_select(0, place_R).view(T, K, x_Td.shape[1])
+    return (y_TKd * scores_TK[..., None].to(y_TKd.dtype)).sum(dim=1)
+
+
+def layer(
+    x_Td: torch.Tensor, router_w_Ed: torch.Tensor, K: int, w1_E2nd: torch.Tensor, w2_Edn: torch.Tensor
+) -> torch.Tensor:
+    """O (T, d) behind the plain router."""
+    scores_TK, ids_TK = plain_router(x_Td, router_w_Ed, K)
+    return experts(x_Td, ids_TK, scores_TK, w1_E2nd, w2_Edn)
+
+
+class Impl(Adapter):
+    family = "torch"
+    _experts = staticmethod(experts)
+    _layer = staticmethod(layer)
+
+    @staticmethod
+    def available() -> str | None:
+        return None if hasattr(F, "grouped_mm") else f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
+
+    @staticmethod
+    def supports(point: Point, device: torch.device) -> str | None:
+        allowed = ("bf16",) if device.type == "cuda" else ("bf16", "fp16", "fp32")
+        if reason := dtype_refusal(point, allowed):
+            return reason
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            return f"compute capability is {torch.cuda.get_device_capability(device)}; grouped_mm needs (8, 0) or newer"
+        itemsize = DTYPES[point.dtype].itemsize
+        for name in ("d", "n"):
+            size = getattr(point.shape, name)
+            if size * itemsize % ROW_BYTES:
+                return f"shape.{name} is {size}; grouped_mm needs multiples of {ROW_BYTES // itemsize} in {point.dtype}"
+        return None
+
+    def forward(self) -> torch.Tensor:
+        if self.layer:
+            return self._layer(self.x_Td, self.router_w_Ed, self.K, self.w1_E2nd, self.w2_Edn)
+        return self._experts(self.x_Td, self.ids_TK, self.scores_TK, self.w1_E2nd, self.w2_Edn)

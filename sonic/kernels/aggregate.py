@@ -1,0 +1,100 @@
+"""Aggregation: O_t = sum_k s_tk Y_row(t,k), and dX the same without scores (paper Algorithm 2, kernel O).
+
+Each token gathers its K rows and sums them in slot order in fp32: bandwidth-bound, deterministic, nothing scattered. With
+`row_idx_R` None the rows are already in slot order (`aggregate=scatter_sum`). `gather_rows` is the separate gather.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sonic.kernels.common import INTERPRET, Cost, cdiv, narrow, widened
+from sonic.shapes import Shape
+
+
+@triton.jit
+def _aggregate_kernel(
+    y_ptr, row_idx_ptr, scores_ptr, o_ptr, T, d, K: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = t < T
+    mask = inside[:, None] & (cols < d)[None, :]
+    first = t.to(tl.int64) * K
+    acc = tl.zeros((BLOCK_T, BLOCK_D), dtype=tl.float32)
+    # unrolled by UNROLL so that that many rows are in flight before the first is summed
+    for k0 in tl.range(0, K, UNROLL):
+        for j in tl.static_range(UNROLL):
+            k = k0 + j
+            valid = inside & (k < K)
+            row = first + k
+            if row_idx_ptr is not None:
+                row = tl.load(row_idx_ptr + first + k, mask=valid, other=0).to(tl.int64)
+            y = tl.load(y_ptr + row[:, None] * d + cols[None, :], mask=mask & valid[:, None], other=0.0).to(tl.float32)
+            if scores_ptr is not None:
+                y *= tl.load(scores_ptr + first + k, mask=valid, other=0.0)[:, None]
+            acc += y
+    tl.store(o_ptr + t.to(tl.int64)[:, None] * d + cols[None, :], narrow(acc, o_ptr.dtype.element_ty), mask=mask)
+
+
+def aggregate(
+    y_Rd: torch.Tensor, row_idx_R: torch.Tensor | None, scores_TK: torch.Tensor | None, T: int, K: int
+) -> torch.Tensor:
+    """O (T, d): the weighted sum of every token's K rows.
+
+    y_Rd (R, d) contiguous; row_idx_R (R,) int32 slot -> row, or None for rows in slot order; scores_TK (T, K) fp32 or None.
+    """
+    d = y_Rd.shape[1]
+    o = torch.empty(T, d, dtype=y_Rd.dtype, device=y_Rd.device)
+    if T:
+        block_d = min(2048, triton.next_power_of_2(d))
+        block_t = 32 if INTERPRET else max(1, 1024 // block_d)
+        _aggregate_kernel[(cdiv(T, block_t), cdiv(d, block_d))](
+            y_Rd, row_idx_R, scores_TK, o, T, d, K, min(K, 8), block_t, block_d, num_warps=4
+        )
+    return o
+
+
+def aggregate_torch(
+    y_Rd: torch.Tensor, row_idx_R: torch.Tensor | None, scores_TK: torch.Tensor | None, T: int, K: int
+) -> torch.Tensor:
+    """Plain-torch twin of `aggregate`."""
+    wide = widened(y_Rd.dtype)
+    y = (y_Rd if row_idx_R is None else y_Rd[row_idx_R.long()]).to(wide).view(T, K, -1)
+    return (y if scores_TK is None else y * scores_TK.to(wide)[..., None]).sum(1).to(y_Rd.dtype)
+
+
+@triton.jit
+def _gather_rows_kernel(x_ptr, gather_ptr, out_ptr, R, d, stride_x, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (r < R)[:, None] & (cols < d)[None, :]
+    token = tl.load(gather_ptr + r, mask=r < R, other=0).to(tl.int64)
+    x = tl.load(x_ptr + token[:, None] * stride_x + cols[None, :], mask=mask)
+    tl.store(out_ptr + r.to(tl.int64)[:, None] * d + cols[None, :], x, mask=mask)
+
+
+def gather_rows(x_Td: torch.Tensor, gather_idx_R: torch.Tensor) -> torch.Tensor:
+    """Rows (R, d) of x_Td (T, d) in expert order, as a kernel of its own (`gather=separate`)."""
+    R, d = gather_idx_R.numel(), x_Td.shape[1]
+    out = torch.empty(R, d, dtype=x_Td.dtype, device=x_Td.device)
+    if R:
+        block_d = min(2048, triton.next_power_of_2(d))
+        block_r = 32 if INTERPRET else max(1, 4096 // block_d)
+        _gather_rows_kernel[(cdiv(R, block_r), cdiv(d, block_d))](
+            x_Td, gather_idx_R, out, R, d, x_Td.stride(0), block_r, block_d
+        )
+    return out
+
+
+def gather_rows_torch(x_Td: torch.Tensor, gather_idx_R: torch.Tensor) -> torch.Tensor:
+    """Plain-torch twin of `gather_rows`."""
+    return x_Td[gather_idx_R.long()]
+
+
+def aggregate_cost(shape: Shape, R: int, itemsize: int) -> Cost:
+    """Y read once, O written; 2 R d additions and products are not model FLOPs."""
+    return Cost(0, {"y": itemsize * R * shape.d, "o": itemsize * shape.T * shape.d}, {})

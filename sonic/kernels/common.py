@@ -1,0 +1,184 @@
+"""What the kernels share: tiles, costs, the interpreter's traps, descriptors and the order of tiles.
+
+Letters as in the paper: T tokens, d width, n expert intermediate size, E experts, K experts per token, R = routed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import OutOfResources
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+#: True when kernels run in Triton's interpreter on a CPU; `TRITON_INTERPRET` is read when triton is imported.
+INTERPRET = bool(triton.knobs.runtime.interpret)
+_INTERPRET = tl.constexpr(INTERPRET)
+
+#: Shared memory that one block may use on Hopper, bytes.
+SMEM_LIMIT = 232448
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch choice of one GEMM kernel: block m x n x k, pipeline stages, warps, and how the block is run.
+
+    `group` M-tiles share an L2-friendly column sweep; `ctas` programs sit on one SM; `store` writes results by TMA or by
+    pointers; `flatten` lets the compiler start the next tile's loads under this tile's epilogue; `split` cuts the
+    epilogue into column chunks.
+    """
+
+    m: int = 128
+    n: int = 128
+    k: int = 64
+    stages: int = 3
+    warps: int = 8
+    group: int = 8
+    ctas: int = 1
+    store: str = "tma"
+    flatten: bool = False
+    split: int = 1
+
+    def sizes(self) -> dict[str, int]:
+        """The part that a row records."""
+        return {name: getattr(self, name) for name in ("m", "n", "k", "stages", "warps")}
+
+    def options(self) -> dict[str, int]:
+        """Launch options: a register cap where several programs must fit on one SM (65536 registers)."""
+        cap = {"maxnreg": 65536 // (self.ctas * self.warps * 32)} if self.ctas > 1 else {}
+        return {"num_warps": self.warps, "num_stages": self.stages, **cap}
+
+    def override(self, **asked: int | None) -> Tile:
+        """This tile with the sizes that were asked for. ValueError for a block that is no power of two or under 16."""
+        given = {name: value for name, value in asked.items() if value is not None}
+        for name in ("m", "n", "k"):
+            value = given.get(name, 16)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"tile.{name} is {value}; a block size must be a power of two of at least 16")
+        for name, allowed in (("stages", range(1, 9)), ("warps", (1, 2, 4, 8, 16))):
+            if name in given and given[name] not in allowed:
+                raise ValueError(f"tile.{name} is {given[name]}; allowed: {', '.join(map(str, allowed))}")
+        return replace(self, **given)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Model FLOPs and bytes of one kernel. `bytes` names every tensor; gathered rows count once per use.
+
+    `bytes_once` is the other bound, every gathered row read from memory once.
+    """
+
+    flops: int
+    tensors: dict[str, int]
+    gathered: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.tensors.values())
+
+    @property
+    def bytes_once(self) -> int:
+        return self.bytes + sum(self.gathered.values()) - sum(self.tensors[name] for name in self.gathered)
+
+
+def check_fits(tile: Tile, itemsize: int) -> None:
+    """Raise OutOfResources when the ring of operand blocks alone exceeds Hopper's shared memory."""
+    need = tile.stages * (tile.m + tile.n) * tile.k * itemsize
+    if need > SMEM_LIMIT:
+        raise OutOfResources(need, SMEM_LIMIT, f"shared memory of tile {tile.m}x{tile.n}x{tile.k} with {tile.stages} stages")
+
+
+def capped(tiles: list[Tile], n: int) -> list[Tile]:
+    """The tiles with their width cut to the columns that exist, without repeats."""
+    widest = max(16, triton.next_power_of_2(n))
+    return list(dict.fromkeys(replace(t, n=min(t.n, widest)) for t in tiles))
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a twin computes: fp64 stays, everything else becomes fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of the device; a few programs suffice in the interpreter, which runs them one after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def persistent_grid(device: torch.device, tile: Tile, tiles: int) -> tuple[int]:
+    return (max(1, min(num_sms(device) * tile.ctas, tiles)),)
+
+
+def tma_ready(*tensors: torch.Tensor | None) -> bool:
+    """Whether tensor descriptors can describe these: 16-byte rows and base, contiguous last axis, nothing empty."""
+    for t in tensors:
+        if t is None:
+            continue
+        size = t.element_size()
+        if t.numel() == 0 or t.stride(-1) != 1 or t.data_ptr() % 16 or size == 8:
+            return False
+        if any(s * size % 16 for s in t.stride()[:-1]):
+            return False
+    return True
+
+
+def descriptor(t: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """TMA descriptor of a tensor; out-of-bounds parts of a block read as zero and are not written."""
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
+
+
+def ragged(t: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """Descriptor whose first axis is cut into experts at run time (see `triton.tools.ragged_tma`)."""
+    return create_ragged_descriptor(t, list(block))
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b in fp32. The interpreter multiplies the bit patterns of bf16, so operands are widened there."""
+    if _INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """x (fp32) rounded to nearest even in dtype. The interpreter truncates to bf16, so the rounding is done by hand there."""
+    if _INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        y = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+        return y.to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def grouped_tile(pid, num_m, num_n, GROUP: tl.constexpr):
+    """Tile coordinates (m, n) of a linear id: GROUP M-tiles at a time sweep the columns, so that both operands stay in L2."""
+    per_group = GROUP * num_n
+    first = pid // per_group * GROUP
+    size = tl.minimum(num_m - first, GROUP)
+    within = pid % per_group
+    return first + within % size, within // size
+
+
+@triton.jit
+def ragged_coords(row, end):
+    """Leading coordinates of a `ragged` descriptor for the rows from `row`: those at or past `end` fall out of bounds."""
+    return 0x40000000, end, 0x40000000 - end + row
+
+
+@triton.jit
+def halves(acc, M: tl.constexpr, N: tl.constexpr):
+    """The left and right half (M, N/2) of a tile (M, N); both of a column pair sit in one thread, so nothing moves."""
+    return tl.split(tl.permute(tl.reshape(acc, (M, 2, N // 2)), (0, 2, 1)))

@@ -1,0 +1,251 @@
+"""Routing metadata: from expert ids in token order to rows sorted by expert, without a host synchronisation.
+
+Reads ids (T, K) int32. Writes, for R = T K rows:
+
+    offsets_E1       exclusive prefix sum of the rows per expert (counts_E), with the total last
+    slot_idx_R       row -> slot t K + k that it serves
+    gather_idx_R     row -> token t
+    row_idx_R        slot -> row, the inverse of slot_idx
+
+Rows of one expert keep the order of their slots, so every later sum has one order: the layer is deterministic.
+Three launches: a histogram per block of slots, a prefix sum over blocks, and the scatter. A fourth maps output tiles to
+experts (`tile_map`) for a given tile height.
+
+Example: ids [[0, 2], [2, 1]], E = 3 -> counts [1, 1, 2], offsets [0, 1, 2, 4], slot_idx [0, 3, 1, 2], gather_idx [0, 1, 0, 1].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+
+from sonic.kernels.common import INTERPRET, Cost, cdiv
+from sonic.shapes import Shape
+
+#: Slots per program; every pair of them is compared for the rank within the block.
+_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Who goes where; see the module's table. All int32. Tile maps are made on first use and kept."""
+
+    offsets_E1: torch.Tensor
+    slot_idx_R: torch.Tensor
+    gather_idx_R: torch.Tensor
+    row_idx_R: torch.Tensor
+    T: int
+    maps: dict[int, TileMap] = field(default_factory=dict)
+
+    @property
+    def R(self) -> int:
+        return self.row_idx_R.numel()
+
+    @property
+    def counts_E(self) -> torch.Tensor:
+        return self.offsets_E1.diff()
+
+    def tile_map(self, m: int) -> TileMap:
+        """Output tiles of height m."""
+        if m not in self.maps:
+            self.maps[m] = tile_map(self.offsets_E1, self.R, m)
+        return self.maps[m]
+
+    def experts(self) -> list[tuple[int, int, int]]:
+        """(expert, first row, end row) of every expert that has rows, on the host: for the plain-torch twins."""
+        offsets = self.offsets_E1.tolist()
+        return [(e, i, j) for e, (i, j) in enumerate(pairwise(offsets)) if j > i]
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """Output tiles of a given height m, in expert order: int32 table (3 limit + 1) of expert, first row, end row, and the count.
+
+    `limit` bounds the count without knowing the routing: R/m full tiles and one partial tile per expert.
+    """
+
+    table: torch.Tensor
+    limit: int
+    m: int
+
+
+@triton.jit
+def _histogram_kernel(ids_ptr, partial_ptr, R, E, BLOCK: tl.constexpr, E_PAD: tl.constexpr):
+    block = tl.program_id(0)
+    slots = block * BLOCK + tl.arange(0, BLOCK)
+    # slots past the end fall into a bin of their own, which is not stored
+    ids = tl.load(ids_ptr + slots, mask=slots < R, other=E_PAD - 1)
+    counts = tl.histogram(ids, E_PAD)
+    e = tl.arange(0, E_PAD)
+    tl.store(partial_ptr + block.to(tl.int64) * E + e, counts, mask=e < E)
+
+
+@triton.jit
+def _prefix_kernel(partial_ptr, counts_ptr, blocks, E, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Exclusive prefix over blocks, in place, for COLS experts; the totals are the counts."""
+    e = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    total = tl.zeros((COLS,), dtype=tl.int32)
+    for first in range(0, blocks, ROWS):
+        b = first + tl.arange(0, ROWS)
+        at = partial_ptr + b.to(tl.int64)[:, None] * E + e[None, :]
+        mask = (b < blocks)[:, None] & (e < E)[None, :]
+        counts = tl.load(at, mask=mask, other=0)
+        inclusive = tl.cumsum(counts, axis=0)
+        tl.store(at, inclusive - counts + total[None, :], mask=mask)
+        total += tl.sum(counts, axis=0)
+    tl.store(counts_ptr + e, total, mask=e < E)
+
+
+@triton.jit
+def _scatter_kernel(
+    ids_ptr, partial_ptr, counts_ptr, offsets_ptr, slot_idx_ptr, gather_idx_ptr, row_idx_ptr,
+    R, E, K, BLOCK: tl.constexpr, E_PAD: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    slots = block * BLOCK + tl.arange(0, BLOCK)
+    inside = slots < R
+    ids = tl.load(ids_ptr + slots, mask=inside, other=-1)
+    # rank of a slot among the earlier slots of its block with the same expert: all pairs, since BLOCK is small
+    same = ids[:, None] == ids[None, :]
+    earlier = tl.arange(0, BLOCK)[:, None] > tl.arange(0, BLOCK)[None, :]
+    rank = tl.sum((same & earlier).to(tl.int32), axis=1)
+    e = tl.arange(0, E_PAD)
+    counts = tl.load(counts_ptr + e, mask=e < E, other=0)
+    starts = tl.cumsum(counts, axis=0) - counts
+    if block == 0:
+        tl.store(offsets_ptr + e, starts, mask=e < E)
+        tl.store(offsets_ptr + E, R)
+    # the offsets may not be in memory yet for this block, so pick them out of the vector
+    start = tl.gather(starts, tl.where(inside, ids, 0), 0)
+    before = tl.load(partial_ptr + block.to(tl.int64) * E + ids, mask=inside, other=0)
+    row = start + before + rank
+    tl.store(slot_idx_ptr + row, slots, mask=inside)
+    tl.store(gather_idx_ptr + row, slots // K, mask=inside)
+    tl.store(row_idx_ptr + slots, row, mask=inside)
+
+
+@triton.jit
+def _tile_map_kernel(offsets_ptr, table_ptr, E, limit, TILE_M: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr):
+    e = tl.arange(0, E_PAD)
+    starts = tl.load(offsets_ptr + e, mask=e < E, other=0)
+    stops = tl.load(offsets_ptr + e + 1, mask=e < E, other=0)
+    last_tile = tl.cumsum((stops - starts + TILE_M - 1) // TILE_M, axis=0)
+    total = tl.max(last_tile)
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    done = last_tile[None, :] <= tile[:, None]  # experts whose tiles all come before this one
+    expert = tl.minimum(tl.sum(done.to(tl.int32), axis=1), E - 1)
+    first_tile = tl.max(tl.where(done, last_tile[None, :], 0), axis=1)
+    inside = tile < total
+    start = tl.load(offsets_ptr + expert)
+    tl.store(table_ptr + tile, expert, mask=inside)
+    tl.store(table_ptr + limit + tile, start + (tile - first_tile) * TILE_M, mask=inside)
+    tl.store(table_ptr + 2 * limit + tile, tl.load(offsets_ptr + expert + 1), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(table_ptr + 3 * limit, total)
+
+
+def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
+    """Sort the rows of a routing by expert.
+
+    ids_TK (T, K) int32, contiguous, every value in [0, E); E experts, at most 4096. Returns `Metadata` on the same device.
+    """
+    T, K = ids_TK.shape
+    R = T * K
+    new = lambda size: torch.empty(size, dtype=torch.int32, device=ids_TK.device)  # noqa: E731
+    counts = new(E)
+    out = Metadata(new(E + 1), new(R), new(R), new(R), T)
+    if R == 0:
+        out.offsets_E1.zero_()
+        return out
+    blocks = cdiv(R, _BLOCK)
+    partial = new(blocks * E)
+    e_pad = triton.next_power_of_2(E + 1)
+    _histogram_kernel[(blocks,)](ids_TK, partial, R, E, _BLOCK, e_pad)
+    _prefix_kernel[(cdiv(E, 16),)](partial, counts, blocks, E, 64 if blocks < 256 else 256, 16)
+    _scatter_kernel[(blocks,)](
+        ids_TK, partial, counts, out.offsets_E1, out.slot_idx_R, out.gather_idx_R, out.row_idx_R,
+        R, E, K, _BLOCK, e_pad, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def metadata_torch(ids_TK: torch.Tensor, E: int) -> Metadata:
+    """Plain-torch twin of `metadata`."""
+    T, K = ids_TK.shape
+    flat = ids_TK.flatten()
+    slot_idx = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=E)
+    row_idx = torch.empty_like(slot_idx)
+    row_idx[slot_idx] = torch.arange(flat.numel(), device=flat.device)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return Metadata(offsets.int(), slot_idx.int(), (slot_idx // K).int(), row_idx.int(), T)
+
+
+@triton.jit
+def _restore_kernel(
+    row_idx_ptr, scores_ptr, slot_idx_ptr, gather_idx_ptr, scores_R_ptr, R, K, BLOCK: tl.constexpr
+):
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = slot < R
+    row = tl.load(row_idx_ptr + slot, mask=mask, other=0)
+    tl.store(slot_idx_ptr + row, slot, mask=mask)
+    tl.store(gather_idx_ptr + row, slot // K, mask=mask)
+    tl.store(scores_R_ptr + row, tl.load(scores_ptr + slot, mask=mask, other=0.0), mask=mask)
+
+
+def restore(
+    row_idx_R: torch.Tensor, offsets_E1: torch.Tensor, scores_TK: torch.Tensor
+) -> tuple[Metadata, torch.Tensor]:
+    """The whole metadata and the scores in row order (R,) from what the backward keeps: 4 bytes a pair instead of 16."""
+    T, K = scores_TK.shape
+    R = T * K
+    slot_idx, gather_idx = torch.empty_like(row_idx_R), torch.empty_like(row_idx_R)
+    scores_R = torch.empty(R, dtype=scores_TK.dtype, device=row_idx_R.device)
+    if R:
+        _restore_kernel[(cdiv(R, 1024),)](row_idx_R, scores_TK, slot_idx, gather_idx, scores_R, R, K, 1024)
+    return Metadata(offsets_E1, slot_idx, gather_idx, row_idx_R, T), scores_R
+
+
+def restore_torch(
+    row_idx_R: torch.Tensor, offsets_E1: torch.Tensor, scores_TK: torch.Tensor
+) -> tuple[Metadata, torch.Tensor]:
+    """Plain-torch twin of `restore`."""
+    T, K = scores_TK.shape
+    slot_idx = torch.empty_like(row_idx_R)
+    slot_idx[row_idx_R.long()] = torch.arange(T * K, dtype=torch.int32, device=row_idx_R.device)
+    meta = Metadata(offsets_E1, slot_idx, slot_idx // K, row_idx_R, T)
+    return meta, scores_TK.flatten()[slot_idx.long()]
+
+
+def tile_map(offsets_E1: torch.Tensor, R: int, m: int) -> TileMap:
+    """Map the output tiles of height m to experts: offsets_E1 (E+1) int32 and R rows -> `TileMap`."""
+    E = offsets_E1.numel() - 1
+    limit = cdiv(R, m) + min(E, R)
+    table = torch.empty(3 * limit + 1, dtype=torch.int32, device=offsets_E1.device)
+    e_pad = triton.next_power_of_2(E)
+    block = 64 if INTERPRET else max(2, min(64, 8192 // e_pad))
+    _tile_map_kernel[(max(1, cdiv(limit, block)),)](offsets_E1, table, E, limit, m, e_pad, block)
+    return TileMap(table, limit, m)
+
+
+def tile_map_torch(offsets_E1: torch.Tensor, R: int, m: int) -> TileMap:
+    """Plain-torch twin of `tile_map`; entries past the count are zero."""
+    E = offsets_E1.numel() - 1
+    limit = cdiv(R, m) + min(E, R)
+    table = torch.zeros(3 * limit + 1, dtype=torch.int32)
+    rows = offsets_E1.tolist()
+    tiles = [(e, first, rows[e + 1]) for e in range(E) for first in range(rows[e], rows[e + 1], m)]
+    for i, tile in enumerate(tiles):
+        table[i], table[limit + i], table[2 * limit + i] = tile
+    table[3 * limit] = len(tiles)
+    return TileMap(table.to(offsets_E1.device), limit, m)
+
+
+def metadata_cost(shape: Shape, R: int, itemsize: int) -> Cost:
+    """Bytes of the metadata: ids read twice, three index vectors written."""
+    del itemsize
+    return Cost(0, {"ids": 2 * 4 * R, "slot_idx": 4 * R, "gather_idx": 4 * R, "row_idx": 4 * R}, {})

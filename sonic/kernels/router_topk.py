@@ -1,0 +1,136 @@
+"""Router top-K: scores = softmax(top-K(logits)) with the K largest logits of each token (paper section 4.3).
+
+Reads logits (T, E). Writes ids (T, K) int32, by falling logit, and scores (T, K) fp32. Backward: dlogits (T, E) from dscores.
+
+Ties go to the lower index: a logit and its index are packed into one sortable integer, so all keys differ and the order is
+that of a stable sort. NaN sorts above +inf (as in torch.topk). One pass over the logits; the softmax is fused.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sonic.kernels.common import INTERPRET, Cost, cdiv, narrow
+from sonic.shapes import Shape
+
+
+@triton.jit
+def _topk_kernel(
+    logits_ptr, scores_ptr, ids_ptr, T, E, stride_t,
+    K: tl.constexpr, K_PAD: tl.constexpr, E_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, E_PAD)
+    k = tl.arange(0, K_PAD)
+    x = tl.load(
+        logits_ptr + t.to(tl.int64)[:, None] * stride_t + e[None, :],
+        mask=(t < T)[:, None] & (e < E)[None, :], other=float("-inf"),
+    ).to(tl.float32)  # fmt: skip
+    x = tl.where(x != x, float("nan"), x)  # one NaN, positive, above +inf
+    bits = x.to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that sort as the floats do
+    key = (order.to(tl.int64) << 16) | (E_PAD - 1 - e)[None, :]
+    # columns past E lose to every real one, -inf among them
+    key = tl.where((e < E)[None, :], key, -(1 << 62))
+    values = tl.full((BLOCK_T, K_PAD), float("-inf"), tl.float32)
+    ids = tl.zeros((BLOCK_T, K_PAD), tl.int32)
+    for i in tl.static_range(K):
+        best = tl.max(key, axis=1)
+        index = E_PAD - 1 - (best & 0xFFFF).to(tl.int32)
+        picked = (best >> 16).to(tl.int32)
+        value = (picked ^ ((picked >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        values = tl.where((k == i)[None, :], value[:, None], values)
+        ids = tl.where((k == i)[None, :], index[:, None], ids)
+        key = tl.where(key == best[:, None], -(1 << 62), key)
+    shifted = tl.where((k < K)[None, :], values - tl.max(values, axis=1)[:, None], float("-inf"))
+    p = tl.exp(shifted)
+    p = p / tl.sum(p, axis=1)[:, None]
+    out = t.to(tl.int64)[:, None] * K + k[None, :]
+    mask = (t < T)[:, None] & (k < K)[None, :]
+    tl.store(scores_ptr + out, p, mask=mask)
+    tl.store(ids_ptr + out, ids, mask=mask)
+
+
+@triton.jit
+def _topk_backward_kernel(
+    dscores_ptr, scores_ptr, ids_ptr, dlogits_ptr, T, E,
+    K: tl.constexpr, K_PAD: tl.constexpr, E_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, E_PAD)
+    k = tl.arange(0, K_PAD)
+    at = t.to(tl.int64)[:, None] * K + k[None, :]
+    mask = (t < T)[:, None] & (k < K)[None, :]
+    dot = tl.sum(tl.load(dscores_ptr + at, mask=mask, other=0.0) * tl.load(scores_ptr + at, mask=mask, other=0.0), axis=1)
+    row = tl.zeros((BLOCK_T, E_PAD), tl.float32)
+    first = t.to(tl.int64) * K
+    for i in tl.static_range(K):
+        s = tl.load(scores_ptr + first + i, mask=t < T, other=0.0)
+        ds = tl.load(dscores_ptr + first + i, mask=t < T, other=0.0)
+        index = tl.load(ids_ptr + first + i, mask=t < T, other=-1)
+        row = tl.where(e[None, :] == index[:, None], (s * (ds - dot))[:, None], row)
+    out = dlogits_ptr + t.to(tl.int64)[:, None] * E + e[None, :]
+    tl.store(out, narrow(row, dlogits_ptr.dtype.element_ty), mask=(t < T)[:, None] & (e < E)[None, :])
+
+
+def _block_t(e_pad: int) -> int:
+    return 64 if INTERPRET else max(1, min(32, 4096 // e_pad))
+
+
+def router_topk(logits_TE: torch.Tensor, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The K largest logits of each token and their softmax.
+
+    logits_TE (T, E) bf16, fp16 or fp32 with contiguous rows, E at most 4096, K at most 64.
+    Returns scores_TK (T, K) fp32 and ids_TK (T, K) int32, largest first, ties by the lower index.
+    """
+    T, E = logits_TE.shape
+    scores = torch.empty(T, K, dtype=torch.float32, device=logits_TE.device)
+    ids = torch.empty(T, K, dtype=torch.int32, device=logits_TE.device)
+    if T:
+        e_pad = triton.next_power_of_2(E)
+        block = _block_t(e_pad)
+        _topk_kernel[(cdiv(T, block),)](
+            logits_TE, scores, ids, T, E, logits_TE.stride(0), K, triton.next_power_of_2(K), e_pad, block
+        )
+    return scores, ids
+
+
+def router_topk_torch(logits_TE: torch.Tensor, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain-torch twin of `router_topk`; scores stay in fp64 for fp64 logits."""
+    order = torch.sort(logits_TE, dim=1, descending=True, stable=True)
+    values = order.values[:, :K]
+    values = values if values.dtype == torch.float64 else values.float()
+    return torch.softmax(values, dim=1), order.indices[:, :K].int()
+
+
+def router_topk_backward(
+    dscores_TK: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, E: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """dlogits (T, E) in dtype from dscores (T, K): softmax over the chosen logits, zero elsewhere."""
+    T, K = ids_TK.shape
+    dlogits = torch.empty(T, E, dtype=dtype, device=ids_TK.device)
+    if T:
+        e_pad = triton.next_power_of_2(E)
+        block = _block_t(e_pad)
+        _topk_backward_kernel[(cdiv(T, block),)](
+            dscores_TK, scores_TK, ids_TK, dlogits, T, E, K, triton.next_power_of_2(K), e_pad, block
+        )
+    return dlogits
+
+
+def router_topk_backward_torch(
+    dscores_TK: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, E: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Plain-torch twin of `router_topk_backward`."""
+    d = scores_TK * (dscores_TK - (dscores_TK * scores_TK).sum(1, keepdim=True))
+    out = torch.zeros(ids_TK.shape[0], E, dtype=d.dtype, device=d.device)
+    return out.scatter_(1, ids_TK.long(), d).to(dtype)
+
+
+def router_topk_cost(shape: Shape, R: int, itemsize: int) -> Cost:
+    """Logits read once, ids and scores written."""
+    del R
+    pairs = shape.T * shape.K
+    return Cost(0, {"logits": itemsize * shape.T * shape.E, "scores": 4 * pairs, "ids": 4 * pairs}, {})

@@ -1,0 +1,121 @@
+"""Which tile a GEMM kernel runs with.
+
+Choices for known cards are committed in `tuned/<gpu>.json`; a user's own go to the folder `SONIC_CACHE` (default
+`~/.cache/sonic`). The key holds kernel, d, n, E, dtype and triton version, never T or R, which change with every batch.
+`mode`: `cached` looks the choice up and else takes the kernel's first candidate, `full` measures the candidates where
+nothing is known and keeps the winner, `off` always takes the first candidate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+from filelock import FileLock
+from triton.runtime.errors import OutOfResources
+
+from sonic.kernels.common import INTERPRET, Tile
+
+_COMMITTED = Path(__file__).parent / "tuned"
+_mode = "cached"
+#: Seconds spent in measuring candidates by this process.
+tune_seconds = 0.0
+_chosen: dict[tuple, Tile] = {}
+
+
+def set_mode(mode: str) -> None:
+    """`cached`, `full` or `off`. ValueError otherwise."""
+    global _mode
+    if mode not in ("cached", "full", "off"):
+        raise ValueError(f"tune is {mode!r}; allowed: cached, full, off")
+    if mode != _mode:
+        _chosen.clear()
+    _mode = mode
+
+
+def gpu_slug(name: str) -> str:
+    """File name of a card: lower case, every run of other characters a hyphen (`NVIDIA H200` -> `nvidia-h200`)."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+@cache
+def _card() -> str | None:
+    return gpu_slug(torch.cuda.get_device_name()) if torch.cuda.is_available() and not INTERPRET else None
+
+
+def user_file(card: str) -> Path:
+    return Path(os.environ.get("SONIC_CACHE", Path.home() / ".cache" / "sonic")) / f"tuned-{card}.json"
+
+
+@cache
+def _known(card: str) -> dict[str, Tile]:
+    """Committed choices, with a user's own laid over them."""
+    known: dict[str, Tile] = {}
+    for path in (_COMMITTED / f"{card}.json", user_file(card)):
+        if path.exists():
+            known |= {key: Tile(**value) for key, value in json.loads(path.read_text()).items()}
+    return known
+
+
+def entry(kernel: str, d: int, n: int, E: int, dtype: torch.dtype) -> str:
+    """Key of a choice in the files."""
+    return f"{kernel} d={d} n={n} E={E} {str(dtype).removeprefix('torch.')} triton={triton.__version__}"
+
+
+def choose(
+    kernel: str, d: int, n: int, E: int, dtype: torch.dtype, candidates: list[Tile], run: Callable[..., object]
+) -> Tile:
+    """The tile for a kernel at these sizes; `run(tile=...)` launches it once on the caller's tensors."""
+    at = (kernel, d, n, E, dtype)
+    if at not in _chosen:
+        _chosen[at] = _decide(entry(*at), candidates, run)
+    return _chosen[at]
+
+
+def _decide(key: str, candidates: list[Tile], run: Callable[..., object]) -> Tile:
+    card = _card()
+    if card is None or _mode == "off":
+        return candidates[0]
+    known = _known(card)
+    if key not in known:
+        if _mode == "cached":
+            return candidates[0]
+        known[key] = _measure(candidates, run)
+        _keep(user_file(card), key, known[key])
+    return known[key]
+
+
+def _measure(candidates: list[Tile], run: Callable[..., object]) -> Tile:
+    """The fastest candidate by median time with a cold L2; one that does not fit the card is passed over."""
+    global tune_seconds
+    begun = time.perf_counter()
+    times: dict[Tile, float] = {}
+    for tile in candidates:
+        try:
+            run(tile=tile)
+            times[tile] = triton.testing.do_bench(lambda t=tile: run(tile=t), warmup=10, rep=40, return_mode="median")
+        except OutOfResources:
+            continue
+    tune_seconds += time.perf_counter() - begun
+    if not times:
+        raise RuntimeError(f"none of the {len(candidates)} candidate tiles fits this card")
+    return min(times, key=times.get)
+
+
+def _keep(path: Path, key: str, tile: Tile) -> None:
+    """Add one choice to a user's file; several processes may tune at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        known = json.loads(path.read_text()) if path.exists() else {}
+        known[key] = asdict(tile)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        partial.replace(path)

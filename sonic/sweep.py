@@ -1,0 +1,696 @@
+"""`python -m sonic.sweep`: measures an experiment, point by point, and says what came out.
+
+  python -m sonic.sweep                                      the default for this machine: smoke on a CPU, quick on a GPU
+  python -m sonic.sweep sweeps=granularity shape=7b          an experiment, with any field overridden
+  python -m sonic.sweep sweeps=custom shape=7b_n256 shape.G=3,6 shape.rho=1/16 impl=sonic,scattermoe tile.m=64,128
+
+Exit codes: 0 every point ended as expected; 1 a point is wrong, failed, crashed, timed out or missing; 2 the command line
+is at fault and nothing ran; 130 and 143 after SIGINT and SIGTERM, with the rows so far kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any, Self, get_args
+
+from hydra import compose
+from hydra._internal.callbacks import Callbacks
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.types import HydraContext
+from omegaconf import OmegaConf
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from sonic import config, derive, jobs, pool, record
+from sonic.config import CommandError, Sweep
+from sonic.jobs import Plan, Report
+from sonic.pool import Description, WorkerFault
+from sonic.record import EXPECTED, Point, RecordError, Row, Status
+from sonic.tracking import Tracker
+
+#: Seconds between looks at the rows files.
+LOOK_S = 0.3
+#: Seconds that drawing the closing figure may take.
+FIGURE_S = 180.0
+#: Width of tables where no terminal says its own.
+PLAIN_WIDTH = 220
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM arrived. No `Exception`, so that no layer between takes it for a failed job."""
+
+
+class Signals:
+    """SIGINT and SIGTERM become `Interrupted`, once: later ones, and those that arrive while closing, only set the code."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._raising = True
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = number
+            if self._raising:
+                raise Interrupted
+
+    def hold(self) -> None:
+        """From now on nothing is raised: what is left is short and must be finished."""
+        self._raising = False
+
+
+class Screen:
+    """Where lines go: a terminal with a progress bar, or plain text without a control code."""
+
+    def __init__(self) -> None:
+        terminal = sys.stdout.isatty()
+        self.console = (
+            Console(highlight=False, markup=False, emoji=False)
+            if terminal
+            else Console(
+                highlight=False,
+                markup=False,
+                emoji=False,
+                force_terminal=False,
+                force_interactive=False,
+                color_system=None,
+                width=PLAIN_WIDTH,
+            )
+        )
+        self._bar: Progress | None = None
+        if terminal:
+            # redrawn when a point ends: a timer would disturb what is being measured
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=self.console,
+                auto_refresh=False,
+            )
+            self._task = self._bar.add_task("measuring", total=None)
+
+    def begin(self, done: int, total: int) -> None:
+        """Shows the bar."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total)
+            self._bar.start()
+            self._bar.refresh()
+
+    def advance(self) -> None:
+        """One more point has ended."""
+        if self._bar is not None:
+            self._bar.advance(self._task)
+            self._bar.refresh()
+
+    def end(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """One line, not wrapped."""
+        self.console.print(text, soft_wrap=True)
+
+
+@dataclass
+class Follower:
+    """Follows the rows of a run in a thread of its own: prints each, mirrors it to wandb.
+
+    Knows the jobs by their reports and the rows by `run_id`, so that every launcher looks the same.
+    """
+
+    plan: Plan
+    sweep: Sweep
+    screen: Screen
+    reports: dict[int, Report] = field(default_factory=dict)
+    fresh: dict[str, Row] = field(default_factory=dict)
+    tracker: Tracker | None = None
+    _offsets: dict[Path, int] = field(default_factory=dict)
+    _done: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Notes where the rows files end now, and begins."""
+        folder = Path(self.plan.results) / self.plan.sweep
+        self._offsets = {path: path.stat().st_size for path in folder.glob("*.jsonl")}
+        self._thread = threading.Thread(target=self._follow, name="rows", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Takes in what was written last, and ends."""
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._done.wait(LOOK_S):
+            self._look()
+        self._look()
+
+    def _look(self) -> None:
+        for chunk in range(len(self.plan.chunks)):
+            if chunk not in self.reports and (path := self.plan.report_path(chunk)).exists():
+                self.reports[chunk] = Report.model_validate_json(path.read_text())
+                if len(self.reports) == 1:
+                    self._first(self.reports[chunk])
+        for path in {Path(report.rows) for report in self.reports.values()}:
+            for row in self._new_rows(path):
+                self._take(row)
+
+    def _first(self, report: Report) -> None:
+        known = len(report.keys) - len(report.todo)
+        self.screen.begin(known, len(self.plan.points))
+        if report.todo or self.sweep.control.wandb.mode == "online":
+            wandb = self.sweep.control.wandb
+            self.tracker = Tracker(
+                wandb.mode,
+                wandb.project,
+                wandb.entity,
+                self.plan.run_id,
+                self.plan.sweep,
+                report.env,
+                self.sweep.state,
+                say=self.screen.say,
+            )
+
+    def _new_rows(self, path: Path) -> list[Row]:
+        """Whole lines behind the last offset that are rows of this run."""
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            file.seek(self._offsets.get(path, 0))
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+        rows = []
+        for line in whole.splitlines():
+            if self.plan.run_id.encode() in line:
+                rows.append(Row.model_validate_json(line))
+        return [row for row in rows if row.run_id == self.plan.run_id]
+
+    def _take(self, row: Row) -> None:
+        self.fresh[row.key] = row
+        width = len(str(len(self.plan.points)))
+        done = sum(len(report.keys) - len(report.todo) for report in self.reports.values()) + len(self.fresh)
+        self.screen.say(f"[{done:>{width}}/{len(self.plan.points)}] {line_of(row)}")
+        self.screen.advance()
+        if self.tracker is not None:
+            self.tracker.log(row)
+
+    def closing_rows(self) -> list[Row]:
+        """The newest row of every point of the plan, earlier runs' rows too, in the order of the plan."""
+        rows: dict[str, Row] = {}
+        for path in {Path(report.rows) for report in self.reports.values()}:
+            rows |= record.newest(record.read_rows(path)[0])
+        keys = [key for chunk in sorted(self.reports) for key in self.reports[chunk].keys]
+        return [rows[key] for key in dict.fromkeys(keys) if key in rows]
+
+
+def sizes(point: Point) -> str:
+    """`T=48 d=64 n=16 E=4 K=2`."""
+    return " ".join(f"{name}={value}" for name, value in point.shape.model_dump().items())
+
+
+def settings_of(point: Point) -> str:
+    """What a point asks beyond implementation, op, mode and shape: tile and knobs that are not the default."""
+    plain = Point(sweep=point.sweep, impl=point.impl, shape=point.shape)
+    parts = []
+    for group in ("tile", "knobs"):
+        for name, value in getattr(point, group).model_dump().items():
+            if value != getattr(getattr(plain, group), name) and name != "family":
+                parts.append(f"{name}={value}")
+    return " ".join(parts)
+
+
+def milliseconds(us: float | None) -> str:
+    """Four significant digits, or nothing."""
+    return "" if us is None else f"{us / 1000:.4g}"
+
+
+def line_of(row: Row) -> str:
+    """One finished point in one line."""
+    parts = [f"{row.impl:<16} {row.op} {row.mode}  {sizes(row)}", settings_of(row), row.status]
+    if row.status == "ok":
+        speed = derive.tflops(row)
+        parts.append(f"{milliseconds(derive.median_us(row))} ms")
+        parts.append("" if speed is None else f"{speed:.4g} TFLOP/s")
+    elif row.reason:
+        parts.append(short(row.reason))
+    return "  ".join(part for part in parts if part)
+
+
+def short(text: str, length: int = 160) -> str:
+    """The end of a text on one line: an exception's message comes last."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= length else "..." + flat[-length:]
+
+
+def new_run_id(sweep: str) -> str:
+    """`20260131-120000-smoke-1a2b`: sorts by time and is unique."""
+    return f"{datetime.now():%Y%m%d-%H%M%S}-{sweep}-{uuid.uuid4().hex[:4]}"
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Points after knobs that an implementation ignores went back to their defaults: sets of points that differ in the
+    implementation only, and per implementation the names it ignored and how many points that saved."""
+
+    sets: list[list[Point]]
+    ignored: dict[str, set[str]]
+    saved: Counter[str]
+
+    @property
+    def points(self) -> list[Point]:
+        """All points, in order."""
+        return [point for members in self.sets for point in members]
+
+    def notes(self) -> list[str]:
+        """A line for each implementation that measures fewer points than were asked."""
+        return [
+            f"{impl} takes no {', '.join(sorted(self.ignored[impl]))}: {count} of its points are the same as others"
+            for impl, count in self.saved.items()
+        ]
+
+
+def merge_points(points: list[Point], description: Description) -> Merged:
+    """Drops knobs that do not exist for a point's implementation, and the repeats that this makes."""
+    sets: list[list[Point]] = []
+    ignored: dict[str, set[str]] = {}
+    saved: Counter[str] = Counter()
+    seen: set[str] = set()
+    for members in config.point_sets(points):
+        kept = []
+        for point in members:
+            plain, dropped = record.effective(point, jobs.info_of(point, description).knobs)
+            ignored.setdefault(point.impl, set()).update(dropped)
+            if (text := plain.model_dump_json()) in seen:
+                saved[point.impl] += 1
+            else:
+                seen.add(text)
+                kept.append(plain)
+        sets.append(kept)
+    return Merged(sets, ignored, saved)
+
+
+def make_plan(
+    sweep: Sweep, merged: Merged, description: Description, retry: list[str], run_id: str, here: bool
+) -> Plan:
+    """The plan of a run: this command's share of the points, cut into chunks. `here` says that jobs run on this machine."""
+    part, parts = sweep.share
+    mine = [members for index, members in enumerate(merged.sets) if index % parts == part]
+    points = [point for members in mine for point in members]
+    size = sweep.control.cluster.chunk or max(1, len(mine))
+    chunks: list[list[int]] = []
+    first = 0
+    for start in range(0, len(mine), size):
+        count = sum(len(members) for members in mine[start : start + size])
+        if count:
+            chunks.append(list(range(first, first + count)))
+        first += count
+    return Plan(
+        run_id=run_id,
+        sweep=sweep.name,
+        points=points,
+        chunks=chunks,
+        settings=sweep.control.measure.settings(),
+        timeout_s=sweep.control.measure.timeout_s,
+        results=str(sweep.results),
+        folder=str(sweep.state / "runs" / run_id),
+        resume=sweep.control.resume,
+        fail_fast=sweep.control.fail_fast,
+        retry=retry,
+        spread=sweep.control.cluster.spread,
+        description=description.model_dump() if here else None,
+    )
+
+
+def keep_retried(plan: Plan, description: Description) -> Plan:
+    """The plan with only those points whose newest row has a status that is to be retried."""
+    path = record.rows_path(Path(plan.results), plan.sweep, description.device.gpu)
+    held = record.newest(record.read_rows(path)[0])
+    keys = jobs.keys_of(plan.points, description)
+    keep = [index for index, key in enumerate(keys) if (row := held.get(key)) is not None and row.status in plan.retry]
+    place = {old: new for new, old in enumerate(keep)}
+    chunks = [[place[index] for index in chunk if index in place] for chunk in plan.chunks]
+    return plan.model_copy(
+        update={"points": [plan.points[index] for index in keep], "chunks": [chunk for chunk in chunks if chunk]}
+    )
+
+
+def launch(sweep: Sweep, plan: Plan) -> list[str]:
+    """Runs the plan's chunks as jobs of Hydra's launcher; what went wrong outside of points, one text per job."""
+    folder = Path(plan.folder) / "hydra"
+    common = ["sweeps=_none", *[line for line in sweep.launch if not line.startswith(("hydra.", "hydra/"))]]
+    common.append(f"job.plan={config.quoted(plan.path)}")
+    hydra_lines = [line for line in sweep.launch if line.startswith(("hydra.", "hydra/"))]
+    hydra_lines += [config.search_path(), f"hydra.sweep.dir={config.quoted(folder)}"]
+    with config.hydra_composer() as loader:
+        cfg = compose("config", overrides=[*common, *hydra_lines], return_hydra_config=True)
+        context = HydraContext(config_loader=loader, callbacks=Callbacks())
+        launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=context, task_function=jobs.run_job, config=cfg
+        )
+        try:
+            done = launcher.launch([[*common, f"job.chunk={chunk}"] for chunk in range(len(plan.chunks))], 0)
+        except Exception as error:  # a launcher's own failure, such as a broken pool; the rows tell what is missing
+            return [f"{type(error).__name__}: {error}"]
+    return [text for text in map(_failure, done) if text]
+
+
+def _failure(job: JobReturn) -> str | None:
+    try:
+        job.return_value  # noqa: B018 - Hydra raises the job's exception here
+    except (RecordError, WorkerFault) as error:
+        return str(error)
+    except Exception as error:
+        return "".join(traceback.format_exception(error)).rstrip()
+    return None
+
+
+def closing_table(rows: Sequence[Row]) -> Table:
+    """One line per point. Times are medians; TFLOP/s belong to the device time where there is one, else to the event time."""
+    on_device = any(row.device_us for row in rows)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    numbers = ["T", "d", "n", "E", "K"]
+    for name in ("impl", "op", "mode"):
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("tile, knobs")
+    table.add_column("status", no_wrap=True)
+    table.add_column("event ms" if on_device else "ms", justify="right", no_wrap=True)
+    if on_device:
+        table.add_column("device ms", justify="right", no_wrap=True)
+    for name in ("TFLOP/s", "held MiB", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    for row in rows:
+        speed = derive.tflops(row)
+        worst = max(row.errors.values(), default=None) if row.errors else None
+        times = [milliseconds(derive.median_us(row, "event_us"))]
+        times += [milliseconds(derive.median_us(row, "device_us"))] if on_device else []
+        table.add_row(
+            *(row.impl, row.op, row.mode),
+            *(str(getattr(row.shape, name)) for name in numbers),
+            *(settings_of(row), row.status),
+            *times,
+            "" if speed is None else f"{speed:.4g}",
+            "" if row.held_bytes is None else f"{row.held_bytes / 2**20:.4g}",
+            "" if worst is None else f"{worst:.2g}",
+            short(row.reason, 120) if row.reason and row.status != "ok" else "",
+        )
+    return table
+
+
+def count_statuses(rows: Iterable[Row]) -> str:
+    """`12 ok, 3 unavailable`."""
+    counts = Counter(row.status for row in rows)
+    return ", ".join(f"{counts[status]} {status}" for status in get_args(Status) if counts[status])
+
+
+def draw(sweep: Sweep, gpu: str) -> tuple[list[Path], str | None]:
+    """The figures of this sweep, drawn now from its rows, and why there are none."""
+    if not (config.root() / "analysis").is_dir():
+        return [], None
+    folder = sweep.results / "figures"
+    began = time.time() - 1
+    command = [
+        sys.executable,
+        "-m",
+        "analysis",
+        "--for-sweep",
+        sweep.name,
+        "--gpu",
+        gpu,
+        "--results",
+        str(sweep.results),
+    ]
+    process = subprocess.Popen(
+        command, cwd=config.root(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=FIGURE_S)
+    except subprocess.TimeoutExpired:
+        return [], f"drawing took more than {FIGURE_S:g} s"
+    finally:
+        pool.kill_group(process)
+    figures = sorted(path for path in folder.rglob("*.png") if path.stat().st_mtime >= began)
+    if process.returncode != 0:
+        last = output.decode(errors="replace").strip().splitlines()[-1:]
+        return figures, f"python -m analysis ended with {process.returncode}: {' '.join(last)}"
+    return figures, None
+
+
+def exit_code(plan: Plan, rows: Sequence[Row], failures: Sequence[str], received: int | None) -> int:
+    """See the module's text."""
+    if received is not None:
+        return 128 + received
+    complete = len(rows) == len(plan.points) and all(row.status in EXPECTED for row in rows)
+    return 0 if complete and not failures else 1
+
+
+def measure(sweep: Sweep, merged: Merged, description: Description, retry: list[str], signals: Signals) -> int:
+    """Runs the sweep and reports; returns the exit code."""
+    screen = Screen()
+    here = sweep.launch == [] or "cluster=local" in sweep.launch
+    plan = make_plan(sweep, merged, description, retry, new_run_id(sweep.name), here)
+    if retry:
+        plan = keep_retried(plan, description)
+        if not plan.points:
+            screen.say(f"nothing to measure: no point of {sweep.name} has a row with status {' or '.join(retry)}")
+            return 0
+    plan.save()
+    screen.say(
+        f"{sweep.name}: {len(plan.points)} points on {description.device.name} ({description.device.gpu}), "
+        f"run {plan.run_id}"
+    )
+    for note in merged.notes():
+        screen.say(note)
+    follower = Follower(plan, sweep, screen)
+    follower.start()
+    failures: list[str] = []
+    with _logged(screen.say):
+        try:
+            failures = launch(sweep, plan)
+        except Interrupted:
+            plan.stop.touch()
+        signals.hold()
+        follower.stop()
+    screen.end()
+    return _close(sweep, plan, merged, follower, failures, signals)
+
+
+def _close(sweep: Sweep, plan: Plan, merged: Merged, follower: Follower, failures: list[str], signals: Signals) -> int:
+    """The table, the figure, the paths."""
+    screen, rows, tracker = follower.screen, follower.closing_rows(), follower.tracker
+    if rows:
+        screen.console.print(closing_table(rows))
+    for note in merged.notes():
+        screen.say(note)
+    for fault in dict.fromkeys(fault for report in follower.reports.values() for fault in report.faults):
+        screen.say(f"skipped a line that is no row: {fault}")
+    for failure in failures:
+        screen.say(f"a job failed: {failure}")
+    missing = len(plan.points) - len(rows)
+    counts = count_statuses(rows) or "no rows"
+    screen.say(f"{len(plan.points)} points: {counts}" + (f", {missing} without a row" if missing else ""))
+    if follower.fresh:
+        screen.say(f"measured now: {len(follower.fresh)}; rows of earlier runs: {len(rows) - len(follower.fresh)}")
+    elif signals.received is None and not missing:
+        screen.say("nothing to measure: every point has a row already (resume=false measures again)")
+
+    figures: list[Path] = []
+    if follower.fresh and signals.received is None and any(row.status == "ok" for row in rows):
+        figures, why = draw(sweep, rows[0].gpu)
+        if why:
+            screen.say(f"warning: no figure ({why})")
+    if tracker is not None:
+        tracker.finish(rows, figures)
+    for path in sorted({report.rows for report in follower.reports.values()}):
+        screen.say(f"rows    {path}")
+    for path in figures:
+        screen.say(f"figure  {path}")
+    for impl, place in (tracker.places if tracker is not None else {}).items():
+        screen.say(f"wandb   {impl}: {place}")
+    if signals.received is not None:
+        name = signal.Signals(signals.received).name
+        screen.say(f"interrupted by {name}; rows are kept, the same command goes on from here")
+    return exit_code(plan, rows, failures, signals.received)
+
+
+class _logged:
+    """While it lasts, what jobs log in this process is said on the screen."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._handler = logging.Handler(logging.WARNING)
+        self._handler.emit = lambda entry: say(entry.getMessage())  # type: ignore[method-assign]
+
+    def __enter__(self) -> None:
+        jobs.log.addHandler(self._handler)
+
+    def __exit__(self, *_: object) -> None:
+        jobs.log.removeHandler(self._handler)
+
+
+def list_experiments(screen: Screen) -> None:
+    """One line per experiment: name, points, what it shows."""
+    names = config.experiments()
+    width = max(map(len, names))
+    for name in names:
+        sweep = config.load([f"sweeps={name}"])
+        screen.say(f"{name:<{width}}  {len(sweep.points):>4} points  {sweep.control.about}")
+    screen.say(
+        "(implementations share the points that differ only in knobs they do not take, so fewer may be measured)"
+    )
+
+
+def seconds_per_point(rows: Iterable[Row]) -> dict[str, float]:
+    """Median seconds between a row and the one before it in the same run, for each implementation."""
+    runs: dict[str, list[Row]] = {}
+    for row in rows:
+        runs.setdefault(row.run_id, []).append(row)
+    gaps: dict[str, list[float]] = {}
+    for members in runs.values():
+        members.sort(key=lambda row: row.time)
+        for before, row in itertools.pairwise(members):
+            passed = datetime.fromisoformat(row.time) - datetime.fromisoformat(before.time)
+            gaps.setdefault(row.impl, []).append(passed.total_seconds())
+    return {impl: median(times) for impl, times in gaps.items()}
+
+
+def dry_run(sweep: Sweep, merged: Merged, description: Description, retry: list[str]) -> None:
+    """Prints the points of a run, which of them have a row, and how long the others may take."""
+    screen = Screen()
+    plan = make_plan(sweep, merged, description, retry, "dry-run", here=True)
+    rows, faults = record.read_rows(record.rows_path(sweep.results, sweep.name, description.device.gpu))
+    held = record.newest(rows)
+    known = seconds_per_point(rows)
+    usual = sweep.control.measure.estimate_s
+    total = 0.0
+    count = 0
+    for key, point in zip(jobs.keys_of(plan.points, description), plan.points, strict=True):
+        row = held.get(key)
+        info = jobs.info_of(point, description)
+        mine = jobs.wanted(row, info, plan.resume, retry)
+        seconds = known.get(point.impl, usual) if info.available else 0.0
+        state = f"about {seconds:.1f} s" if mine else f"has a row ({row.status})" if row else "left out by --retry"
+        total += seconds if mine else 0.0
+        count += mine
+        kind = f"{point.op} {point.mode} {point.dtype} {point.routing.distribution}"
+        screen.say("  ".join(filter(None, [f"{point.impl:<16} {kind}  {sizes(point)}", settings_of(point), state])))
+    for note in merged.notes():
+        screen.say(note)
+    for fault in faults:
+        screen.say(f"skipped a line that is no row: {fault}")
+    source = "the times of earlier rows" if known else f"measure.estimate_s={usual:g}"
+    screen.say(
+        f"{len(plan.points)} points, {count} to measure: about {duration(total)} by {source}, "
+        "without the start of the children"
+    )
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `2 h 5 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Our own flags, and the overrides that Hydra's grammar reads. Exits with 2 on an unknown flag."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sonic.sweep",
+        description=(__doc__ or "").replace("%", "%%"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog=f"experiments: {', '.join(config.experiments())}\nkeys: {', '.join(config.allowed_keys())}",
+    )
+    parser.add_argument("--list", action="store_true", help="the experiments, with one line and a point count each")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="the points and how long they may take; measures nothing"
+    )
+    parser.add_argument("--retry", metavar="STATUS,...", help="measure only points whose newest row has one of these")
+    parser.add_argument("--cfg", action="store_true", help="the composed config without its axes; measures nothing")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="in Hydra's grammar; comma lists sweep")
+    return parser.parse_intermixed_args(arguments)
+
+
+def retried(text: str | None) -> list[str]:
+    """The statuses of `--retry`. CommandError for a word that is none."""
+    if text is None:
+        return []
+    names = get_args(Status)
+    chosen = [part.strip() for part in text.split(",")]
+    for name in chosen:
+        if name not in names:
+            raise CommandError(f"--retry is {name!r}; allowed: {', '.join(names)}{config.close_match(name, names)}")
+    return chosen
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    with Signals() as signals:
+        try:
+            if options.list:
+                list_experiments(Screen())
+                return 0
+            if options.cfg:
+                print(OmegaConf.to_yaml(config.compose_config(options.overrides)), end="")
+                return 0
+            retry = retried(options.retry)
+            sweep = config.load(options.overrides)
+            if not options.dry_run:
+                record.ensure_writable(sweep.results)
+            description = pool.describe(pool.worker_command(), pool.worker_environment(jobs.interpreted()))
+            merged = merge_points(sweep.points, description)
+            if options.dry_run:
+                dry_run(sweep, merged, description, retry)
+                return 0
+            return measure(sweep, merged, description, retry, signals)
+        except (CommandError, RecordError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except WorkerFault as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        except Interrupted:
+            return 128 + (signals.received or signal.SIGINT)
+
+
+if __name__ == "__main__":
+    # as a module of its own name, so that launchers can pickle what belongs to it
+    from sonic.sweep import main as run
+
+    sys.exit(run())
