@@ -1,4 +1,4 @@
-"""What all figures share: one colour per implementation, series, gaps, panels, legends, and notes on where the rows come from."""
+"""What all figures share: colours, series, gaps, panels, legends, and words on where the rows come from."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
 
 from analysis import load
 
@@ -92,23 +93,32 @@ def rank(impl: str) -> tuple[int, str]:
     return (list(LOOKS).index(impl) if impl in LOOKS else len(LOOKS), impl)
 
 
-# -- series -----------------------------------------------------------------------------------------------------------
 def label_series(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with `series`, the name in the legend, and `variant`, its number among the series of its implementation.
+    """The table with `series` (its legend name), `variant` (its number within the implementation) and `thin`.
 
-    A series is an implementation with whatever sets its rows apart from each other: the family of `sonic`, and every knob,
-    tile, dtype, op or routing that takes more than one value. So crossing one more axis adds lines instead of mixing them.
+    `thin` runs from 0 to 1 in legend order: later lines are thinner, so that one under another of the same values still
+    shows.
+
+    A series is an implementation with whatever sets its rows apart from each other: the family of `sonic`, and every
+    knob, tile, dtype, op or routing that takes more than one value. So crossing one more axis adds lines instead of
+    mixing them.
     """
     table = _settle_family(table)
-    usual_op = table.op.mode().iloc[0] if len(table) else None
+    usual = {name: table[name].mode().iloc[0] if len(table) else None for name in ("op", "distribution")}
     names = {}
     for impl, group in table.groupby("impl", sort=False):
         varying = [
-            name for name in load.VARIANT if name not in ("family", "op") and group[name].nunique(dropna=False) > 1
+            name
+            for name in load.VARIANT
+            # An implementation that has only the unusual routing (the bound) must say so as well.
+            if name not in ("family", "op")
+            and (
+                group[name].nunique(dropna=False) > 1 or (name == "distribution" and (group[name] != usual[name]).any())
+            )
         ]
         for index, line in group.iterrows():
             parts = [line.family] if impl == "sonic" else []
-            parts += [line.op] if line.op != usual_op else []
+            parts += [line.op] if line.op != usual["op"] else []
             parts += [text for name in varying if (text := _part(name, line[name]))]
             names[index] = f"{impl} ({', '.join(parts)})" if parts else impl
     table = table.assign(series=pd.Series(names, dtype=object))
@@ -119,7 +129,10 @@ def label_series(table: pd.DataFrame) -> pd.DataFrame:
         found = group.assign(_family=group.family.map(_family_rank), _size=-size).drop_duplicates("series")
         found = found.sort_values(["_family", "_size", "tile_m", "series"])
         order |= {(impl, series): number for number, series in enumerate(found.series)}
-    return table.assign(variant=[order[impl, series] for impl, series in zip(table.impl, table.series, strict=True)])
+    table = table.assign(variant=[order[impl, series] for impl, series in zip(table.impl, table.series, strict=True)])
+    names = [name for name, group in series_of(table) if group.ms.notna().any()]
+    thin = {name: number / max(1, len(names) - 1) for number, name in enumerate(names)}
+    return table.assign(thin=table.series.map(thin).fillna(0.0))
 
 
 def _family_rank(family: str) -> int:
@@ -136,7 +149,7 @@ def _part(name: str, value: object) -> str:
 
 
 def _settle_family(table: pd.DataFrame) -> pd.DataFrame:
-    """A line that failed before its family was known belongs to the implementation's only family, where it has just one."""
+    """A line that failed before its family was known joins the only family of its implementation, if it has one."""
     family = table.family.copy()
     for _, group in table.groupby("impl", sort=False):
         known = [name for name in group.family.unique() if name != "auto"]
@@ -162,7 +175,6 @@ def style_of(impl: str, variant: int) -> dict[str, object]:
     return {"color": base.colour, "marker": marker, "linestyle": dashes}
 
 
-# -- drawing ----------------------------------------------------------------------------------------------------------
 def draw_series(
     ax: Axes, lines: pd.DataFrame, x: str, y: str, positions: Sequence[object] | None = None, statuses: bool = True
 ) -> None:
@@ -175,16 +187,14 @@ def draw_series(
     xs = sorted(lines[x].unique()) if positions is None else list(positions)
     place = dict(zip(xs, xs if positions is None else range(len(xs)), strict=True))
     stacked = dict.fromkeys(xs, 0)
-    drawn = series_of(lines)
-    for number, (_, group) in enumerate(drawn):
+    for _, group in series_of(lines):
         impl = group.impl.iloc[0]
         if not group[y].notna().any():
             continue  # never measured here: `missing_notes` says why
         by_x = group.drop_duplicates(x, keep="last").set_index(x).reindex(xs)
         style = style_of(impl, group.variant.iloc[0])
         at = [place[value] for value in xs]
-        # Later lines are thinner, so that one under another of the same values still shows.
-        thin = number / max(1, len(drawn) - 1)
+        thin = group.thin.iloc[0]
         thickness = {"linewidth": 2.2 - 1.0 * thin, "markersize": 6.5 - 2.2 * thin} if impl != "cublas_bmm" else {}
         ax.plot(at, by_x[y].astype(float), **(style | thickness), zorder=3)
         low, high = band(by_x, y)
@@ -197,16 +207,17 @@ def draw_series(
             # At the edges the text turns inwards, so that it stays within its panel.
             side = "left" if value == xs[0] else "right" if value == xs[-1] else "center"
             ax.annotate(
-                f"\N{MULTIPLICATION SIGN} {status.replace('_', ' ')}", (place[value], 0), xycoords=("data", "axes fraction"),
-                xytext=({"left": -8, "right": 8}.get(side, 0), 3 + 8 * stacked[value]), textcoords="offset points", ha=side,
-                va="bottom", fontsize=6, color=style["color"], zorder=5,
+                f"\N{MULTIPLICATION SIGN} {status.replace('_', ' ')}", (place[value], 0),
+                xycoords=("data", "axes fraction"),
+                xytext=({"left": -8, "right": 8}.get(side, 0), 3 + 8 * stacked[value]), textcoords="offset points",
+                ha=side, va="bottom", fontsize=6, color=style["color"], zorder=5,
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.4},
             )  # fmt: skip
             stacked[value] += 1
 
 
 def band(lines: pd.DataFrame, y: str) -> tuple[np.ndarray, np.ndarray]:
-    """Lower and upper edge of the p20 to p80 band of `ms`, `tflops` or `gbps`; the value itself for what has no samples."""
+    """Lower and upper edge of the p20 to p80 band of `ms`, `tflops` or `gbps`; of anything else the value itself."""
     middle = lines[y].to_numpy(float)
     if y == "ms":
         return lines.ms_p20.to_numpy(float), lines.ms_p80.to_numpy(float)
@@ -220,7 +231,7 @@ def band(lines: pd.DataFrame, y: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_paper(ax: Axes, values: pd.DataFrame, x: str, y: str) -> None:
-    """The paper's values as hollow markers on a thin dotted line in the implementation's colour; `values` has impl, x and y."""
+    """The paper's values (columns impl, x, y) as hollow markers on a dotted line in the implementation's colour."""
     for impl, group in sorted(values.groupby("impl"), key=lambda item: rank(item[0])):
         line = group.sort_values(x)
         ax.plot(line[x], line[y], **_paper_style(look(impl).colour))
@@ -269,15 +280,35 @@ def value_axis(ax: Axes, label: str, log: bool = False) -> None:
     if log:
         ax.set_yscale("log")
         low, high = ax.get_ylim()
-        ax.set_ylim(low / 1.6, high)
+        low /= 1.6
+        ax.set_ylim(low, high)
+        # Within few decades 1, 2 and 5 carry labels; plain numbers, as on the other axes.
+        near = high / low < 300
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if near else (1,), numticks=20))
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     else:
         ax.set_ylim(0, ax.get_ylim()[1] * 1.04)
 
 
-# -- sheets -----------------------------------------------------------------------------------------------------------
+def byte_unit(largest: float) -> tuple[int, str]:
+    """Bytes of the unit in which a panel's largest value reads well, and its name."""
+    for size, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if largest >= size / 4:
+            return size, name
+    return 1 << 10, "KiB"
+
+
+def held_lines(data: pd.DataFrame) -> pd.DataFrame:
+    """The lines whose memory is drawn: of series that ran, and of forward with backward where there is such."""
+    ran = data[data.series.isin(data.series[data.ms.notna()])]
+    both = ran[ran["mode"] == "fwd_bwd"]
+    return both if both.held_bytes.notna().any() else ran
+
+
 @dataclass(frozen=True)
 class Sheet:
-    """Panels of a fixed size in inches; `finish` puts the words around them, so that nothing overlaps at any number of panels."""
+    """Panels of a fixed size in inches; `finish` puts the words around them, so that nothing overlaps."""
 
     figure: Figure
     axes: np.ndarray  # (rows, columns) of Axes
@@ -327,8 +358,9 @@ class Sheet:
             at -= 0.135
         if handles:
             self.figure.legend(
-                handles=list(handles), loc="upper center", ncols=legend_columns, bbox_to_anchor=(0.5, (bottom - below_axes) / height),
-                borderaxespad=0, handlelength=2.6, columnspacing=1.3, labelspacing=0.45,
+                handles=list(handles), loc="upper center", ncols=legend_columns,
+                bbox_to_anchor=(0.5, (bottom - below_axes) / height), borderaxespad=0, handlelength=2.6,
+                columnspacing=1.3, labelspacing=0.45,
             )  # fmt: skip
         for number, line in enumerate(reversed(note_lines)):
             write(0.17 + 0.125 * number, line, fontsize=6.5, color=GREY)
@@ -336,7 +368,7 @@ class Sheet:
 
 def panels(figure: Figure, rows: int, columns: int, size: tuple[float, float] = (2.7, 2.1), share_x: bool = True,
            gap: tuple[float, float] = (0.5, 0.3)) -> Sheet:  # fmt: skip
-    """A sheet of (rows, columns) panels of `size` inches, `gap` inches apart; a single column is made wide enough for a title."""
+    """A sheet of (rows, columns) panels of `size` inches, `gap` inches apart; a single column is made wider."""
     axes = figure.subplots(rows, columns, squeeze=False, sharex="col" if share_x else False)
     return Sheet(figure, axes, size if columns > 1 else (max(size[0], 4.4), size[1]), gap)
 
@@ -352,7 +384,6 @@ def _tick_lines(ax: Axes) -> int:
     return max((label.get_text().count("\n") + 1 for label in ax.get_xticklabels()), default=1)
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
 _CLOCK_WORDS = {
     "device": "device time (union of kernel intervals)",
     "event": "CUDA-event time of the eager call",
@@ -393,9 +424,14 @@ def provenance(data: pd.DataFrame) -> str:
     return " \N{MIDDLE DOT} ".join(words)
 
 
+def notes(data: pd.DataFrame, y: str = "ms") -> list[str]:
+    """What a reader must know beside the picture: series without a `y` and why, the rows' own notes, throttling."""
+    return missing_notes(data, y) + _row_notes(data) + _throttle_notes(data)
+
+
 def missing_notes(data: pd.DataFrame, y: str = "ms") -> list[str]:
     """One note per series without a single value: its statuses and the first reason."""
-    notes = []
+    found = []
     for name, group in series_of(data):
         if group[y].notna().any():
             continue
@@ -405,13 +441,19 @@ def missing_notes(data: pd.DataFrame, y: str = "ms") -> list[str]:
         )
         if not reason and (group.status == "ok").any():
             reason = f"measured, without the {group.clock.iloc[0]} time"
-        notes.append(f"Not drawn: {name}: {statuses}{f' ({textwrap.shorten(reason, 110)})' if reason else ''}")
-    return notes
+        found.append(f"Not drawn: {name}: {statuses}{f' ({textwrap.shorten(reason, 110)})' if reason else ''}")
+    return found
 
 
-def throttle_notes(data: pd.DataFrame) -> list[str]:
-    """A note when the card throttled during some of the rows."""
-    count = int(data.throttled.fillna(False).astype(bool).sum())
+def _row_notes(data: pd.DataFrame, most: int = 6) -> list[str]:
+    """The notes that adapters left in measured rows (a tuner cut short), each once per implementation."""
+    noted = data[data.ms.notna() & data.note.notna()].drop_duplicates(["impl", "note"])
+    lines = [f"{line.impl}: {textwrap.shorten(line.note, 160)}" for line in noted.itertuples()]
+    return lines[:most] + ([f"and {len(lines) - most} more notes in the rows"] if len(lines) > most else [])
+
+
+def _throttle_notes(data: pd.DataFrame) -> list[str]:
+    count = int(data.throttled.eq(True).sum())
     return [f"{count} of {len(data)} rows were taken while the card throttled."] if count else []
 
 

@@ -1,8 +1,9 @@
-"""Finer experts (larger G = d/n at equal work) slow every implementation down, the fused layer least, and its memory stays flat.
+"""Finer experts (larger G = d/n, equal work) slow every implementation, the fused layer least; its memory stays flat.
 
-Mirrors Fig 1 of the paper (30B: forward TFLOPS and memory over d/n) for every model size that was measured; the paper's H100
-values (Figs 1, 13 and 14) stand beside as hollow diamonds. Along n within a size nE and nK stay, so FLOPs and parameters stay.
-The bound (`cublas_bmm`, without a router, equal experts) is to be compared with the `experts, balanced` line of `sonic`.
+Mirrors Fig 1 of the paper (30B: forward TFLOPS and memory over d/n) for every model size that was measured; the paper's
+H100 values (Figs 1, 13 and 14) stand beside as hollow diamonds. Along n within a size nE and nK stay, so FLOPs and
+parameters stay. The bound (`cublas_bmm`, without a router, equal experts) is to be compared with the `experts,
+balanced` line of `sonic`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def _panel(T: int, d: int, n: int, E: int, K: int) -> str:
 def draw(figure: Figure, data: pd.DataFrame) -> None:
     """One column per model size; rows: forward TFLOP/s, what is held for the backward, and (on a GPU) the peak."""
     sizes = _panels(data)
-    forward, memory = data[data["mode"] == "fwd"], _memory(data)
-    scale, unit = _unit(memory)
+    forward, memory = data[data["mode"] == "fwd"], common.held_lines(data)
+    unit_bytes, unit = common.byte_unit(memory.held_bytes.max())
+    scale = paper.GIB / unit_bytes
     memory = memory.assign(held=memory.held_gib * scale, peak=memory.peak_gib * scale)
     labels = {
         "tflops": f"forward, model TFLOP/s{common.time_note(data)}",
@@ -74,10 +76,11 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     handles = common.series_handles(data, "ms")
     handles += [common.paper_handle("paper, H100 (Figs 1, 13, 14; digitised)")] if any(any_paper.values()) else []
     handles += [common.formula_handle("paper's formula")] if any_formula else []
-    notes = common.missing_notes(forward) + common.throttle_notes(data)
+    notes = common.notes(forward)
     if any_paper["held"]:
         notes.append(
-            "The paper's memory bars include the expert weights, and SonicMoE's its output too; the diamonds here are without them."
+            "The paper's memory bars include the expert weights, and SonicMoE's its output too; "
+            "the diamonds here are without them."
         )
     sheet.finish(TITLE, common.provenance(data), handles, notes)
 
@@ -87,21 +90,6 @@ def _panels(data: pd.DataFrame) -> list[str]:
     return sorted(
         data.panel.unique(), key=lambda name: (order.index(name.split(":")[0]) if ":" in name else len(order), name)
     )
-
-
-def _memory(data: pd.DataFrame) -> pd.DataFrame:
-    """One line per series and shape: the forward+backward row where it has memory, else the forward row."""
-    ordered = data.assign(_first=data.held_gib.isna(), _then=data["mode"] == "fwd").sort_values(
-        ["_first", "_then"], kind="stable"
-    )
-    lines = ordered.drop_duplicates(["panel", "series", "G"]).drop(columns=["_first", "_then"])
-    # What runs the forward only (the bound) keeps nothing for a backward: no gap, just no line.
-    return lines[lines.series.map(lines.groupby("series").held_gib.apply(lambda held: held.notna().any()))]
-
-
-def _unit(memory: pd.DataFrame) -> tuple[float, str]:
-    largest = memory[["held_gib", "peak_gib"]].max().max()
-    return (1.0, "GiB") if not largest < 0.05 else (1024.0, "MiB") if largest * 1024 >= 0.05 else (1024.0**2, "KiB")
 
 
 def _paper_beside(part: pd.DataFrame, values: pd.DataFrame) -> pd.DataFrame:
@@ -125,15 +113,16 @@ def _draw_formulas(ax: object, part: pd.DataFrame, scale: float) -> bool:
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:
-    """Per size, shape and series that was measured: forward TFLOP/s, held and peak GiB, the paper's and formula's, ours over theirs.
+    """Per size, shape and measured series: forward TFLOP/s, held and peak GiB, beside the paper's and the formula's.
 
-    `of_bound` is the forward over that of `cublas_bmm` at the same shape; `sonic_speed` the forward+backward time over that of
-    `sonic` in the same routing. The paper's layer has the router in it, so only whole layers (and the bound) stand beside it.
+    `of_bound` is the forward over that of `cublas_bmm` at the same shape; `sonic_speed` the forward+backward time over
+    that of `sonic` in the same routing. The paper's layer has the router in it, so only whole layers (and the bound)
+    stand beside it.
     """
     keys = ["panel", "G", *load.SHAPE, "impl", "op", "series"]
     forward = data[data["mode"] == "fwd"].set_index(keys)
     both = data[data["mode"] == "fwd_bwd"].set_index(keys)
-    memory = _memory(data).set_index(keys)
+    memory = common.held_lines(data).set_index(keys)
     out = pd.DataFrame(index=forward.index.union(both.index, sort=False))
     out["status"] = forward.status.reindex(out.index).fillna(both.status)
     out["fwd_tflops"], out["fwd_bwd_ms"] = forward.tflops, both.ms
@@ -167,9 +156,12 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
         _panel=out.panel.map(_panels(data).index), _rank=out.impl.map(common.rank), size=out.panel.str.split(":").str[0]
     )
     out = out.sort_values(["_panel", "G", "_rank", "series"])
-    return out[["size", "G", "n", "E", "K", "series", "status", "fwd_tflops", "paper_fwd_tflops", "fwd_vs_paper", "of_bound", "fwd_bwd_ms",
-                "sonic_speed", "paper_sonic_speed", "held_gib", "formula_gib", "held_vs_formula", "paper_held_gib", "peak_gib",
-                "worst_error"]].dropna(axis=1, how="all")  # fmt: skip
+    columns = [
+        "size", "G", "n", "E", "K", "series", "status", "fwd_tflops", "paper_fwd_tflops", "fwd_vs_paper", "of_bound",
+        "fwd_bwd_ms", "sonic_speed", "paper_sonic_speed", "held_gib", "formula_gib", "held_vs_formula",
+        "paper_held_gib", "peak_gib", "worst_error",
+    ]  # fmt: skip
+    return out[columns].dropna(axis=1, how="all")
 
 
 def main() -> int:

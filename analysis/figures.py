@@ -1,7 +1,8 @@
-"""Finds the figure files, draws them from rows, saves them; the command line of `python -m analysis` and of each figure file.
+"""Finds the figure files, draws them from rows and saves them; the command line of `python -m analysis`.
 
-A figure file is `analysis/<id>_<name>.py` (a stem without `_` is no figure). It has `SWEEP` (the sweep that fills it), `TITLE`,
-`select(rows)` (the rows it draws, one GPU and method), `draw(figure, data)` (pure) and `table(data)` (the numbers drawn).
+A figure file is `analysis/<id>_<name>.py` (a stem without `_` is no figure). It has `SWEEP` (the sweep that fills it),
+`TITLE`, `select(rows)` (the rows it draws, one GPU and method), `draw(figure, data)` (pure) and `table(data)` (the
+numbers drawn).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure with the rows behind it (`data`), the numbers in it (`table`) and the lines of its files that are no rows."""
+    """A figure, the rows behind it (`data`), the numbers in it (`table`) and the faulty lines of its files."""
 
     id: str
     stem: str
@@ -40,6 +41,10 @@ class Drawn:
     data: pd.DataFrame
     faults: list[Fault]
 
+    def _repr_png_(self) -> bytes:
+        """How a notebook shows it."""
+        return png(self.figure, dpi=110)
+
 
 class NotDrawn(Exception):
     """A figure without rows to draw; the text says which sweep would fill it."""
@@ -50,7 +55,7 @@ class NotDrawn(Exception):
 
 
 def discover() -> dict[str, str]:
-    """Figure id -> stem of its file, in the order of ids (numbers in numeric order). ValueError when two files share an id."""
+    """Figure id -> stem of its file, numbers in numeric order. ValueError when two files share an id."""
     found: dict[str, str] = {}
     for path in sorted(HERE.glob("[a-z]*_*.py")):
         figure_id = path.stem.split("_")[0]
@@ -84,8 +89,8 @@ def build(
 ) -> Drawn:
     """Draws one figure from the rows in `results`.
 
-    NotDrawn when there is nothing to draw, SelectionError when rows of several GPUs or methods are left, KeyError for an
-    unknown id.
+    NotDrawn when there is nothing to draw, SelectionError when rows of several GPUs or methods are left, KeyError for
+    an unknown id.
     """
     module = module_of(figure_id)
     everything, faults = load.rows(results, module.SWEEP)
@@ -97,7 +102,10 @@ def build(
         raise NotDrawn(f"no rows of {gpu} (there are some of {', '.join(slugs)}); {fill}", faults)
     chosen = load.choose_gpu(slugs, gpu)
     rows, _ = load.rows(results, module.SWEEP, chosen, method, clock)
-    data = module.select(rows)
+    try:
+        data = module.select(rows)
+    except load.NothingLeft:
+        raise NotDrawn(f"none of the {len(rows)} rows of {chosen} belongs in it; {fill}", faults) from None
     if not data.ms.notna().any():
         statuses = ", ".join(f"{count} {status}" for status, count in rows.status.value_counts().items())
         raise NotDrawn(f"no measured row of {chosen} (rows: {statuses or 'none'}); {fill}", faults)
@@ -117,6 +125,21 @@ def build(
         data,
         faults,
     )
+
+
+def show(
+    figure_id: str,
+    results: Path = load.RESULTS,
+    gpu: str | None = None,
+    method: int | None = None,
+    clock: load.Clock = "auto",
+) -> Drawn | None:
+    """As `build`, for notebooks: prints which sweep would fill the figure and returns None where there are no rows."""
+    try:
+        return build(figure_id, results, gpu, method, clock)
+    except NotDrawn as error:
+        print(f"{figure_id}: {error}")
+        return None
 
 
 def png(figure: Figure, dpi: int = 200) -> bytes:
@@ -143,8 +166,7 @@ def save(drawn: Drawn, folder: Path) -> list[Path]:
     paths = []
     for kind, content in (("pdf", pdf(drawn.figure)), ("png", png(drawn.figure))):
         path = folder / f"{drawn.stem}.{kind}"
-        if not path.exists() or path.read_bytes() != content:
-            path.write_bytes(content)
+        path.write_bytes(content)
         paths.append(path)
     return paths
 
@@ -163,11 +185,14 @@ def cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-# -- command line -----------------------------------------------------------------------------------------------------
 def run(ids: Sequence[str], options: argparse.Namespace) -> int:
-    """Draws the figures and prints their numbers; 0 when all that were named are drawn, 1 when one was not, 2 for a wrong choice."""
-    named, failed = bool(ids), False
+    """Draws the figures and prints their numbers.
+
+    0 when all that were named are drawn (without names: all that have rows), 1 when one has no rows, 2 when rows of
+    several GPUs, methods or clocks would be mixed, or a file cannot be read; the other figures are drawn all the same.
+    """
     pending: list[str] = []
+    refused = False
     reported: set[tuple[Path, int]] = set()
     for figure_id in ids or discover():
         try:
@@ -177,7 +202,7 @@ def run(ids: Sequence[str], options: argparse.Namespace) -> int:
             faults = error.faults
         except (load.SelectionError, RecordError) as error:
             print(f"{figure_id}: {error}", file=sys.stderr)
-            return 2
+            refused, faults = True, []
         else:
             faults = drawn.faults
             print(f"{drawn.id}: {drawn.title} [{drawn.gpu}]")
@@ -193,8 +218,7 @@ def run(ids: Sequence[str], options: argparse.Namespace) -> int:
         print("Not drawn:")
         for line in pending:
             print(f"  {line}")
-        failed = named
-    return 1 if failed else 0
+    return 2 if refused else 1 if pending and ids else 0
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -1,10 +1,11 @@
-"""From rows files to one tidy table: a line per point, the newest row of each, with the numbers that are derived and never stored.
+"""From rows files to one tidy table: the newest row of every point, with the numbers that are derived, never stored.
 
-Columns (besides the row's own scalar fields, whose nested names are flattened: `router`, `distribution`, `family`, `tile_m` ...):
-G, rho; `clock`, the time that was used, and `ms`, `ms_p20`, `ms_p80` of it; `event_ms`, `device_ms`, `span_ms`, `graph_ms`,
-`enqueue_us` (medians, NaN where not measured); `tflops` (1e12/s, model FLOPs), `gbps` (1e9/s, modelled bytes); `held_gib`,
-`peak_fwd_gib`, `peak_bwd_gib`, `peak_gib`; `worst_error`, `worst_error_name`; `padding` (padded over model FLOPs, less 1);
-`interpreter`; `derived` (True only for what `with_backward` adds); `samples_ms` and `kernels` keep the lists.
+Columns (besides the row's own scalar fields, whose nested names are flattened: `router`, `distribution`, `family`,
+`tile_m` ...): G, rho; `clock`, the time that was used, and `ms`, `ms_p20`, `ms_p80` of it; `event_ms`, `device_ms`,
+`span_ms`, `graph_ms`, `enqueue_us` (medians, NaN where not measured); `tflops` (1e12/s, model FLOPs), `gbps` (1e9/s,
+modelled bytes); `held_gib`, `peak_fwd_gib`, `peak_bwd_gib`, `peak_gib`; `worst_error`, `worst_error_name`; `padding`
+(padded over model FLOPs, less 1); `interpreter`; `derived` (True only for what `with_backward` adds); `samples_ms` and
+`kernels` keep the lists.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class SelectionError(ValueError):
     """The rows do not answer the question asked: none left, or of several GPUs, methods or clocks."""
 
 
+class NothingLeft(SelectionError):
+    """A selection without rows."""
+
+
 def sweeps(results: Path = RESULTS) -> list[str]:
     """Names of the sweeps that have a rows file in `results`."""
     return sorted({path.parent.name for path in results.glob("*/*.jsonl")})
@@ -54,7 +59,7 @@ def rows(
     method: int | None = None,
     clock: Clock = "auto",
 ) -> tuple[pd.DataFrame, list[Fault]]:
-    """The table of one sweep (or of all) in `results`, of one GPU slug and method version where given, and the faulty lines.
+    """The table of one sweep (or of all), of one GPU slug and method version where given, and the faulty lines.
 
     A line that is no row is left out and reported. `sonic.record.RecordError` when a file cannot be read at all.
     """
@@ -75,8 +80,9 @@ def rows(
 def tidy(rows: Iterable[Row], clock: Clock = "auto") -> pd.DataFrame:
     """Rows as a table, one line per point: of several rows of a point (say, of two versions of its code) the newest.
 
-    `clock`: which time becomes `ms`. `auto` is the wall clock on a CPU and on a GPU the device time, or the events when no
-    GPU row has a device time; a GPU row without the chosen time keeps its status and gets no `ms`, so that times never mix.
+    `clock`: which time becomes `ms`. `auto` is the wall clock on a CPU and on a GPU the device time, or the events when
+    no GPU row has a device time; a GPU row without the chosen time keeps its status and gets no `ms`, so that times
+    never mix.
     """
     if clock not in CLOCKS:
         raise SelectionError(f"unknown clock {clock!r}; there are {', '.join(CLOCKS)}")
@@ -93,11 +99,11 @@ def tidy(rows: Iterable[Row], clock: Clock = "auto") -> pd.DataFrame:
 
 def _record(row: Row, clock: str) -> dict[str, object]:
     sizes = row.shape.sizes()
-    record: dict[str, object] = {
-        name: getattr(row, name)
-        for name in ("sweep", "impl", "impl_version", "op", "mode", "dtype", "seed", "status", "reason", "note", "gpu", "env_id",
-                     "run_id", "key", "commit", "time")
-    }  # fmt: skip
+    plain = (
+        "sweep", "impl", "impl_version", "op", "mode", "dtype", "seed", "status", "reason", "note", "gpu", "env_id",
+        "run_id", "key", "commit", "time",
+    )  # fmt: skip
+    record: dict[str, object] = {name: getattr(row, name) for name in plain}
     record |= {name: getattr(row.shape, name) for name in SHAPE} | {"G": sizes.G, "rho": sizes.rho}
     record["R"] = sizes.R if row.R is None else row.R
     routing = row.routing
@@ -134,7 +140,7 @@ def _record(row: Row, clock: str) -> dict[str, object]:
 
 
 def _rates(record: dict[str, object]) -> dict[str, object]:
-    """Fills ms, its band and the rates from `samples_ms`, `flops` and `bytes`; NaN where nothing was measured, never 0."""
+    """Fills ms, its band and the rates from `samples_ms`, `flops` and `bytes`; NaN where nothing was measured."""
     samples = record["samples_ms"]
     p20, p50, p80 = np.percentile(samples, (20, 50, 80)) if samples else (np.nan,) * 3
     record |= {"ms": p50, "ms_p20": p20, "ms_p80": p80}
@@ -145,22 +151,22 @@ def _rates(record: dict[str, object]) -> dict[str, object]:
 
 # An empty table still has the columns that selections ask for.
 _COLUMNS = [
-    *POINT, "status", "reason", "note", "impl_version", "env_id", "run_id", "key", "commit", "time", "G", "rho", "R", "clock",
-    "samples_ms", "ms", "ms_p20", "ms_p80", "event_ms", "device_ms", "span_ms", "graph_ms", "enqueue_us", "launches", "flops",
-    "bytes", "held_bytes", "tflops", "gbps", "held_gib", "peak_fwd_gib", "peak_bwd_gib", "peak_gib", "worst_error",
-    "worst_error_name", "padding", "interpreter", "method_version", "samples", "compile_s", "tune_s", "tuned", "throttled",
-    "sm_mhz", "power_w", "kernels", "derived",
+    *POINT, "status", "reason", "note", "impl_version", "env_id", "run_id", "key", "commit", "time", "G", "rho", "R",
+    "clock", "samples_ms", "ms", "ms_p20", "ms_p80", "event_ms", "device_ms", "span_ms", "graph_ms", "enqueue_us",
+    "launches", "flops", "bytes", "held_bytes", "tflops", "gbps", "held_gib", "peak_fwd_gib", "peak_bwd_gib",
+    "peak_gib", "worst_error", "worst_error_name", "padding", "interpreter", "method_version", "samples", "compile_s",
+    "tune_s", "tuned", "throttled", "sm_mhz", "power_w", "kernels", "derived",
 ]  # fmt: skip
 
 
 _NUMBERS = [
-    "alpha", "router_tile", "tile_m", "tile_n", "tile_k", "tile_stages", "tile_warps", "method_version", "samples", "launches", "flops",
-    "bytes", "held_bytes", "R", "compile_s", "tune_s", "sm_mhz", "power_w",
+    "alpha", "router_tile", "tile_m", "tile_n", "tile_k", "tile_stages", "tile_warps", "method_version", "samples",
+    "launches", "flops", "bytes", "held_bytes", "R", "compile_s", "tune_s", "sm_mhz", "power_w",
 ]  # fmt: skip
 
 
 def _newest_per_point(table: pd.DataFrame) -> pd.DataFrame:
-    """Keeps the newest line of every point. A failure that never learnt its family (`auto`) yields to any newer line of the point."""
+    """The newest line of every point; a failure that never learnt its family (`auto`) yields to any newer line."""
     if table.empty:
         return table
     when = pd.to_datetime(table.time, utc=True, format="ISO8601")
@@ -195,9 +201,9 @@ def choose_gpu(slugs: Iterable[str], asked: str | None = None) -> str:
 
 
 def one_series(table: pd.DataFrame) -> pd.DataFrame:
-    """The table itself, once it holds rows of exactly one GPU, one method version and one clock; SelectionError says what it found."""
+    """The table itself, once it holds rows of exactly one GPU, method version and clock, else SelectionError."""
     if table.empty:
-        raise SelectionError("no rows are left by the selection")
+        raise NothingLeft("no rows are left by the selection")
     for column, name, option in (
         ("gpu", "GPU", "--gpu"),
         ("method_version", "method version", "--method"),
@@ -214,7 +220,7 @@ def one_series(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def pool_seeds(table: pd.DataFrame) -> pd.DataFrame:
-    """One line per point whatever its seeds: the samples of all `ok` seeds together, worst error and largest memory of them.
+    """One line per point whatever its seeds: all samples together, worst error and largest memory of the `ok` seeds.
 
     A point without an `ok` seed keeps the line of its first seed, with that seed's status.
     """
@@ -249,11 +255,11 @@ def pool_seeds(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_backward(table: pd.DataFrame) -> pd.DataFrame:
-    """The table and, per pair of `fwd` and `fwd_bwd` lines of a point in one environment, a `bwd` line marked `derived`.
+    """The table and, per `fwd` and `fwd_bwd` line of a point in one environment, a `bwd` line marked `derived`.
 
     Its time is the difference of the two medians; its band is the widest that the two bands allow; FLOPs and bytes are
-    differences, memory and errors those of `fwd_bwd`. Where a half is missing there is no line; where one is not `ok` the line
-    carries that status.
+    differences, memory and errors those of `fwd_bwd`. Where a half is missing there is no line; where one is not `ok`
+    the line carries that status.
     """
     by = [name for name in POINT if name != "mode"] + ["env_id"]
 

@@ -1,4 +1,4 @@
-"""The closing figure of the two default sweeps: time and held memory of every implementation, a panel per (T, d, rho), over G."""
+"""The closing figure of the two default sweeps: time and held memory over G, a panel per (T, d, rho)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 from analysis import common, load, paper
 
 _MODES = {"fwd_bwd": "forward + backward", "fwd": "forward", "fwd_infer": "forward, inference"}
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def select(rows: pd.DataFrame) -> pd.DataFrame:
@@ -33,12 +32,10 @@ def draw(figure: Figure, data: pd.DataFrame, title: str) -> None:
     """One column per panel; rows: ms of each mode measured, then what is held for the backward."""
     names = list(data.sort_values(["d", "T", "rho"], ascending=[True, True, False]).panel.unique())
     modes = [mode for mode in _MODES if data[data["mode"] == mode].ms.notna().any()]
-    held = data.sort_values("held_bytes", na_position="last").drop_duplicates(["panel", "series", "config"])
-    held = held[held.series.map(held.groupby("series").held_bytes.apply(lambda values: values.notna().any()))]
-    largest = held.held_bytes.max()
-    unit, unit_name = next((item for item in _UNITS if largest >= item[0] / 8), _UNITS[-1])
+    held = common.held_lines(data)
+    unit, unit_name = common.byte_unit(held.held_bytes.max())
     parts = [("ms", data[data["mode"] == mode], f"{_MODES[mode]}, ms{common.time_note(data)}") for mode in modes]
-    if len(held):
+    if held.held_bytes.notna().any():
         parts.append(("held", held.assign(held=held.held_bytes / unit), f"held for backward, {unit_name}"))
     sheet = common.panels(figure, len(parts), len(names), size=(2.9, 2.0))
     axes = sheet.axes
@@ -69,12 +66,12 @@ def draw(figure: Figure, data: pd.DataFrame, title: str) -> None:
             ax.set_xticks(range(len(configs)), configs)
             ax.set_xlim(-0.5, len(configs) - 0.5)
         axes[-1, column].set_xlabel("granularity G = d/n  (n/E/K below)")
-    notes = common.missing_notes(data) + common.throttle_notes(data)
+    notes = common.notes(data)
     sheet.finish(title, common.provenance(data), common.series_handles(data, "ms"), notes)
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:
-    """Per shape, mode and series: status, ms, TFLOP/s, held GiB, worst error ratio, and the time over that of `sonic`."""
+    """Per shape, mode and series: status, ms, TFLOP/s, held GiB, worst error ratio, time over that of `sonic`."""
     out = data[
         [
             "d",

@@ -1,6 +1,7 @@
 """The numbers of SonicMoE (arXiv 2512.14080) as data, and its memory, IO and padding models as functions.
 
-Figure and table numbers are those of version 1 of the paper; `source` of every number says where it was read. `kind` says how:
+Figure and table numbers are those of version 1 of the paper; `source` of every number says where it was read. `kind`
+says how:
 
 - `stated`: printed in the paper (text, table or caption) or on the authors' page,
 - `digitised`: read from the pixels of a figure, within 2 TFLOPS and 0.02 GiB,
@@ -225,7 +226,7 @@ def shape(size: str, n: int) -> Shape:
 
 
 def size_name(T: int, d: int, n: int, E: int, K: int) -> str | None:
-    """The paper's name of the model size with this T, d, n*E and n*K, or None. Any granularity of the size has the same four."""
+    """The paper's name of the model size with this T, d, n*E and n*K (the same at any granularity), or None."""
     for size, (size_T, size_d) in SIZES.items():
         width, experts, active = CONFIGS[size][0]
         if (T, d, n * E, n * K) == (size_T, size_d, width * experts, width * active):
@@ -233,8 +234,18 @@ def size_name(T: int, d: int, n: int, E: int, K: int) -> str | None:
     return None
 
 
-def _row(figure: str, device: str, model: str, sizes: Iterable[int], method: str, quantity: str, unit: str, value: float,
-         kind: str, source: str) -> tuple:  # fmt: skip
+def _row(
+    figure: str,
+    device: str,
+    model: str,
+    sizes: Iterable[int],
+    method: str,
+    quantity: str,
+    unit: str,
+    value: float,
+    kind: str,
+    source: str,
+) -> tuple:
     return (figure, device, model, *sizes, method, METHODS[method], quantity, unit, float(value), kind, source)
 
 
@@ -327,7 +338,7 @@ def fig14() -> pd.DataFrame:
 
 
 def fig15() -> pd.DataFrame:
-    """Fig 15: forward and backward TFLOPS of six open models; on the H100 only DeepSeek-V3.2's are printed, on the B300 all."""
+    """Fig 15: forward and backward TFLOPS of six open models; of the H100 only DeepSeek-V3.2's are printed."""
     deepseek = MODEL_SHAPES["DeepSeek-V3.2-Exp"]
     rows = [
         _row(
@@ -373,7 +384,7 @@ def fig15() -> pd.DataFrame:
 
 
 def fig16() -> pd.DataFrame:
-    """Fig 16: what token rounding gains over top-K, in percent, at the two points that the text states (H100, kernels only)."""
+    """Fig 16: percent that token rounding gains over top-K at the two points that the text states (H100, no router)."""
     rows = []
     for sizes, gains in (
         ((16384, 1536, 1024, 128, 2), (16.5, 6.1, 9.4)),
@@ -409,12 +420,12 @@ def fig17() -> pd.DataFrame:
 
 
 def numbers() -> pd.DataFrame:
-    """All of the figures above in one long table: one row per number, with device, sizes, implementation, unit, kind and source."""
+    """All figures above in one long table: one row per number, with device, sizes, implementation, kind and source."""
     return pd.concat([fig1(), fig6(), fig13(), fig14(), fig15(), fig16(), fig17()], ignore_index=True)
 
 
 def headline() -> pd.DataFrame:
-    """The paper's headline claims: claim, value, unit, sizes where the claim has them, source. All are stated by the paper."""
+    """The paper's headline claims, all stated by it: claim, value, unit, sizes where the claim has them, source."""
     rows = [
         (claim, float(value), unit, *(sizes or (None,) * 5), "stated", source)
         for claim, value, unit, sizes, source in _HEADLINE
@@ -425,13 +436,13 @@ def headline() -> pd.DataFrame:
 
 
 def open_models() -> pd.DataFrame:
-    """Table 1: open models with K, E, d, n, granularity G = d/n and activation ratio rho = K/E; shared experts excluded."""
+    """Table 1: open models with K, E, d, n, G = d/n and rho = K/E; shared experts excluded."""
     table = pd.DataFrame(list(_OPEN_MODELS), columns=["model", "date", "parameters", "K", "E", "d", "n"])
     return table.assign(G=table.d / table.n, rho=table.K / table.E, source="v1 Table 1")
 
 
 def configs() -> pd.DataFrame:
-    """Table 9: the shapes of Figs 1, 13, 14 and of the finer experts of Fig 3, with the weights' and the activations' GiB."""
+    """Table 9: the shapes of Figs 1, 13, 14 and the finer ones of Fig 3, with the weights' and the activations' GiB."""
     rows = []
     for part, table in (("v1 Table 9b", CONFIGS), ("v1 Table 9a", FIG3_CONFIGS)):
         for size, cells in table.items():
@@ -443,7 +454,7 @@ def configs() -> pd.DataFrame:
 
 
 def forward_tflops(device: str = "H100") -> pd.DataFrame:
-    """Forward TFLOPS of Figs 14 and 1 by (T, d, n, E, K, impl): Fig 14 where it has the point, else Fig 1 (bound, n=2048)."""
+    """Forward TFLOPS by (T, d, n, E, K, impl): of Fig 14 where it has the point, else of Fig 1 (bound, n=2048)."""
     return _first_of("fwd", "TFLOPS", fig14(), fig1(), device=device)
 
 
@@ -453,7 +464,7 @@ def backward_tflops(device: str = "H100") -> pd.DataFrame:
 
 
 def layer_ms() -> pd.DataFrame:
-    """Forward and forward+backward ms of the H100 layer that Fig 14's TFLOPS amount to: T, d, n, E, K, impl, fwd_ms, fwd_bwd_ms."""
+    """The H100 layer's fwd_ms and fwd_bwd_ms that Fig 14's TFLOPS amount to, by (T, d, n, E, K, impl)."""
     keys = [*"TdnEK", "impl"]
     both = forward_tflops().merge(backward_tflops(), on=keys, suffixes=("_fwd", "_bwd"))
     work = 6e-9 * both["T"] * both.K * both.n * both.d
@@ -464,8 +475,9 @@ def layer_ms() -> pd.DataFrame:
 def peak_memory(device: str = "H100") -> pd.DataFrame:
     """Peak GiB of Figs 13 and 1 by (T, d, n, E, K, impl), and `held_gib`: what remains of it for the backward.
 
-    Within 0.05 GiB the bars of all methods are the weights and what `held_bytes` counts, SonicMoE's with its output (2Td bytes)
-    beside (exceptions, higher: Megatron at 30B K=16, MegaBlocks at 120B K=8). `held_gib` takes those two off: kind `derived`.
+    Within 0.05 GiB the bars of all methods are the weights and what `held_bytes` counts, SonicMoE's with its output
+    (2Td bytes) beside (exceptions, higher: Megatron at 30B K=16, MegaBlocks at 120B K=8). `held_gib` takes those two
+    off: kind `derived`.
     """
     table = _first_of("peak", "GiB", fig13(), fig1(), device=device)
     shapes = [Shape(*sizes) for sizes in table[list("TdnEK")].itertuples(index=False)]
@@ -481,7 +493,6 @@ def _first_of(quantity: str, unit: str, *tables: pd.DataFrame, device: str) -> p
     return chosen.drop_duplicates([*"TdnEK", "impl"], keep="first").reset_index(drop=True)
 
 
-# -- models -----------------------------------------------------------------------------------------------------------
 def weight_bytes(shape: Shape, width: int = 2) -> int:
     """Bytes of W1 (E, 2n, d) and W2 (E, d, n): 3 E d n elements of `width` bytes."""
     return 3 * shape.E * shape.d * shape.n * width
@@ -504,7 +515,7 @@ _HELD = {
 
 
 def held_bytes(impl: str, shape: Shape, R: int | None = None, width: int = 2) -> int | None:
-    """Activation bytes kept for the backward by the paper's formula, metadata and padding left out; None where there is no formula.
+    """Activation bytes kept for the backward by the paper's formula, or None where there is no formula.
 
     `sonic`: 2Td + 4TKn in 16-bit types. R routed rows (T*K by default), `width` bytes per element.
     """
@@ -515,7 +526,8 @@ def held_bytes(impl: str, shape: Shape, R: int | None = None, width: int = 2) ->
     return width * (td * shape.T * shape.d + rn * rows * shape.n + rd * rows * shape.d)
 
 
-#: Kernel -> pass and elements moved, as (Td, R n, R d, E d n) coefficients; sums equal the authors' IO figure for Qwen3-235B.
+#: Kernel -> pass and elements moved, as (Td, R n, R d, E d n) coefficients; sums equal the authors' IO figure for
+#: Qwen3-235B.
 _IO = {
     "up_proj": ("fwd", (0, 3, 1, 2)),  # gather X, W1; write H, A
     "down_proj": ("fwd", (0, 1, 1, 1)),  # A, W2; write Y
@@ -527,8 +539,9 @@ _IO = {
     "d_aggregate": ("bwd", (1, 0, 1, 0)),  # dXt; write dX
 }
 
-#: Implementation -> what it moves beyond SonicMoE, in the same coefficients, forward and backward. Reproduces the totals of
-#: the authors' figure: forward 15.25, 15.75, 23.25 and backward 41.75, 38.75, 39.75 GiB against 13.75 and 26.75.
+#: Implementation -> what it moves beyond SonicMoE, in the same coefficients, forward and backward. Reproduces the
+#: totals of the authors' figure: forward 15.25, 15.75, 23.25 and backward 41.75, 38.75, 39.75 GiB against 13.75 and
+#: 26.75.
 _IO_EXTRA = {
     "sonic": ((0, 0, 0, 0), (0, 0, 0, 0)),
     "scattermoe": ((0, 2, 0, 0), (0, 4, 6, 0)),  # H read again; X and dO gathered, dA, Y and dY through memory
@@ -538,13 +551,13 @@ _IO_EXTRA = {
 
 
 def io_bytes(shape: Shape, R: int | None = None, width: int = 2) -> pd.DataFrame:
-    """Bytes of each of SonicMoE's eight kernels: columns kernel, direction (fwd, bwd), bytes. Gathered rows count every use."""
+    """Bytes of SonicMoE's eight kernels (columns kernel, direction, bytes); gathered rows count every use."""
     rows = [(kernel, direction, _elements(parts, shape, R) * width) for kernel, (direction, parts) in _IO.items()]
     return pd.DataFrame(rows, columns=["kernel", "direction", "bytes"])
 
 
 def io_total(impl: str, direction: str, shape: Shape, R: int | None = None, width: int = 2) -> int:
-    """Bytes that a layer moves in `fwd` or `bwd` by the paper's IO model. KeyError lists the implementations that it covers."""
+    """Bytes that a layer moves in `fwd` or `bwd` by the paper's IO model; KeyError lists whom it covers."""
     if impl not in _IO_EXTRA:
         raise KeyError(f"no IO model of {impl!r}; there is one of {', '.join(_IO_EXTRA)}")
     extra = _IO_EXTRA[impl][("fwd", "bwd").index(direction)]
@@ -565,5 +578,5 @@ def arithmetic_intensity(shape: Shape) -> float:
 
 
 def expected_padding(shape: Shape, tile_m: int = 128) -> float:
-    """Padded share of the model FLOPs that random routing costs with row tiles of `tile_m`: half a tile per expert, E m / (2 T K)."""
+    """Padding over model FLOPs under random routing: half a tile of `tile_m` rows per expert, E m / (2 T K)."""
     return shape.E * tile_m / 2 / shape.R

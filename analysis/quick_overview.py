@@ -1,6 +1,7 @@
 """Small and large model, coarse and fine experts: who is how fast and holds how much, in a few minutes.
 
-The closing figure of `quick`, the default sweep of a machine with a GPU: four corners of the shapes of Figs 13 and 14 of the paper.
+The closing figure of `quick`, the default sweep of a machine with a GPU: four corners of the shapes of Figs 13 and 14
+of the paper.
 """
 
 from __future__ import annotations

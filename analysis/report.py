@@ -1,7 +1,7 @@
 """`python -m analysis.report`: one self-contained HTML page of all figures, their numbers, statuses and environments.
 
-The page has no time stamp and no outside reference; the same rows make the same page. It goes to `.sonic/report.html` by default,
-which git ignores.
+The page has no time stamp and no outside reference; the same rows make the same page. It goes to `.sonic/report.html`
+by default, which git ignores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _PAGE = """<!doctype html>
 <title>{title}</title>
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }}
-h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.2rem; margin-top: 2.4rem; border-top: 1px solid #d8dee4; padding-top: 1rem; }}
+h1 {{ font-size: 1.6rem; }}
+h2 {{ font-size: 1.2rem; margin-top: 2.4rem; border-top: 1px solid #d8dee4; padding-top: 1rem; }}
 img {{ max-width: 100%; border: 1px solid #d8dee4; border-radius: 4px; }}
 .claim {{ color: #57606a; white-space: pre-line; }}
 .scroll {{ overflow: auto; max-height: 32rem; border: 1px solid #d8dee4; border-radius: 4px; margin: .6rem 0; }}
@@ -40,7 +41,8 @@ summary {{ cursor: pointer; }} nav a {{ margin-right: 1rem; }}
 </head>
 <body>
 <h1>{title}</h1>
-<p>Figures, numbers and environments from the measured rows in <code>{folder}</code>. The paper is SonicMoE, arXiv 2512.14080.</p>
+<p>Figures, numbers and environments from the measured rows in <code>{folder}</code>.
+The paper is SonicMoE, arXiv 2512.14080.</p>
 <nav>{nav}</nav>
 {body}
 </body>
@@ -51,7 +53,7 @@ summary {{ cursor: pointer; }} nav a {{ margin-right: 1rem; }}
 def render(
     results: Path = load.RESULTS, gpu: str | None = None, method: int | None = None, clock: load.Clock = "auto"
 ) -> str:
-    """The page as text. SelectionError when rows of several GPUs would be mixed, RecordError when a file cannot be read."""
+    """The page as text. SelectionError when rows would be mixed, RecordError when a file cannot be read."""
     sections: list[tuple[str, str, str]] = []
     pending = []
     env_ids: set[str] = set()
@@ -84,7 +86,7 @@ def _figure(drawn: figures.Drawn) -> str:
     return (
         f'<p class="claim">{html.escape(drawn.claim)}</p>\n'
         f'<img alt="{html.escape(drawn.title)}" src="data:image/png;base64,{picture}">\n'
-        f"<details><summary>{len(drawn.table)} lines of numbers (sweep <code>{html.escape(drawn.sweep)}</code>)</summary>"
+        f"<details><summary>{len(drawn.table)} lines of numbers, sweep {html.escape(drawn.sweep)}</summary>"
         f"{_table(drawn.table)}</details>"
     )
 

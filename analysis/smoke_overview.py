@@ -1,7 +1,7 @@
 """Every implementation that runs here agrees and runs: time and held memory over granularity and sparsity, tiny shapes.
 
-The closing figure of `smoke`, the default sweep of a machine without a GPU; its times are a CPU's and say nothing about a GPU.
-It mirrors no figure of the paper, but crosses the axes of Figs 1 and 16 with the tile size.
+The closing figure of `smoke`, the default sweep of a machine without a GPU; its times are a CPU's and say nothing about
+a GPU. It mirrors no figure of the paper, but crosses the axes of Figs 1 and 16 with the tile size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """At fixed K, more experts mean fewer tokens each: model TFLOP/s fall as E grows, by tile padding and by smaller GEMMs.
 
-Mirrors the axes of Fig 16 of the paper (T = 16384, four panels of d, n, K): model TFLOP/s over E, forward and backward, without
-the router. Under `balanced` routing every expert gets T K/E tokens, so no tile is padded there and only the GEMMs shrink.
-The paper prints no absolute values of this figure, so none stand beside; the table has the padding that it expects.
+Mirrors the axes of Fig 16 of the paper (T = 16384, four panels of d, n, K): model TFLOP/s over E, forward and backward,
+without the router. Under `balanced` routing every expert gets T K/E tokens, so no tile is padded there and only the
+GEMMs shrink. The paper prints no absolute values of this figure, so none stand beside; the table has the padding that
+it expects.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
                 ax, ratios, "experts E  (activation ratio \N{GREEK SMALL LETTER RHO} = K/E below)", ratios.get
             )
             ax.xaxis.label.set_visible(row == len(passes) - 1)
-    notes = common.missing_notes(data[data["mode"] == "fwd"], "tflops") + common.throttle_notes(data)
+    notes = common.notes(data[data["mode"] == "fwd"], "tflops")
     sheet.finish(TITLE, common.provenance(data), common.series_handles(data, "tflops"), notes)
 
 
@@ -59,7 +60,7 @@ def _panels(data: pd.DataFrame) -> list[str]:
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:
-    """Per panel, E and series: model TFLOP/s of both passes, padding measured and expected, and the drop since the least E."""
+    """Per panel, E and series: model TFLOP/s of both passes, the drop since the least E, padding."""
     forward = data[data["mode"] == "fwd"]
     out = forward[["panel", *load.SHAPE, "rho", "impl", "series", "status", "padding", "worst_error"]].copy()
     out["fwd_tflops"], out["fwd_ms"] = forward.tflops, forward.ms
@@ -74,8 +75,11 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
     out = out.assign(_panel=out.panel.map(_panels(data).index), _rank=out.impl.map(common.rank)).sort_values(
         ["_panel", "_rank", "series", "E"]
     )
-    return out[["d", "n", "K", "E", "rho", "series", "status", "fwd_ms", "fwd_tflops", "bwd_tflops", "fwd_vs_least_E", "padding",
-                "padding_expected", "worst_error"]].dropna(axis=1, how="all")  # fmt: skip
+    columns = [
+        "d", "n", "K", "E", "rho", "series", "status", "fwd_ms", "fwd_tflops", "bwd_tflops", "fwd_vs_least_E",
+        "padding", "padding_expected", "worst_error",
+    ]  # fmt: skip
+    return out[columns].dropna(axis=1, how="all")
 
 
 def main() -> int:

@@ -1,7 +1,8 @@
 """The best tile differs from kernel to kernel and from shape to shape, and some tiles do not fit the card at all.
 
-One heat map per kernel and shape: model TFLOP/s over m x n (rows) and k x stages (columns); the best is framed, a tile that was not
-measured shows its status. Section 3 and Fig 12 of the paper argue about tiles; it prints no such sweep, so nothing stands beside.
+One heat map per kernel and shape: model TFLOP/s over m x n (rows) and k x stages (columns); the best is framed, a tile
+that was not measured shows its status. Section 3 and Fig 12 of the paper argue about tiles; it prints no such sweep, so
+nothing stands beside.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _OPS = [
 
 
 def select(rows: pd.DataFrame) -> pd.DataFrame:
-    """Every row that asked for a tile, seeds pooled; `panel` is op, mode, shape and, beside the usual dtype, the dtype."""
+    """Every row that asked for a tile, seeds pooled; `panel` is the op, with mode and dtype where unusual."""
     rows = rows[rows[_TILE].notna().any(axis=1)]
     data = common.label_series(load.pool_seeds(load.one_series(rows)))
     usual = data.dtype.mode().iloc[0]
@@ -78,7 +79,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     sheet.finish(
         TITLE + common.time_note(data).replace("\n", " "),
         common.provenance(data),
-        notes=notes + common.throttle_notes(data),
+        notes=notes + common.notes(data[data.ms.notna()]),
     )
 
 
@@ -155,7 +156,7 @@ def _word(value: float) -> str:
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:
-    """Per kernel and shape: the fastest tile, its ms and TFLOP/s with p20 and p80, the median and slowest tile, and the statuses."""
+    """Per kernel and shape: the fastest tile, its ms and TFLOP/s, the median and slowest tile, the statuses."""
     out = []
     for (size, kernel), part in data.groupby(["size", "panel"], sort=False):
         measured = part[part.tflops.notna()].sort_values("tflops", ascending=False)
@@ -168,8 +169,10 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
             line |= {"median_tflops": measured.tflops.median(), "slowest_tflops": measured.tflops.iloc[-1]}
             line |= {"best_vs_median": best.tflops / measured.tflops.median(), "worst_error": part.worst_error.max()}
         out.append(line)
-    columns = ["shape", "kernel", "best", "ms", "ms_p20", "ms_p80", "tflops", "median_tflops", "best_vs_median", "slowest_tflops",
-               "worst_error", "statuses"]  # fmt: skip
+    columns = [
+        "shape", "kernel", "best", "ms", "ms_p20", "ms_p80", "tflops", "median_tflops", "best_vs_median",
+        "slowest_tflops", "worst_error", "statuses",
+    ]  # fmt: skip
     return pd.DataFrame(out).reindex(columns=columns).rename(columns={"best": "best m x n x k x stages"})
 
 

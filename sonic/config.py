@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -118,7 +119,7 @@ class Axis:
     named: bool = False
 
     def __str__(self) -> str:
-        return f"{self.text} ({self.origin})"
+        return f"{self.text} ({self.origin})" if self.origin else self.text
 
     @property
     def routes(self) -> set[str]:
@@ -227,10 +228,10 @@ def allowed_keys() -> list[str]:
     return [*GROUPS, *SUBTREES, *sorted(POINT_LEAVES), *nested, *CONTROL]
 
 
-def explain(error: ValidationError, prefix: str = "") -> str:
+def explain(error: ValidationError) -> str:
     """One line for the first fault: field, value, rule; with the allowed values where there is a list of them."""
     first = error.errors()[0]
-    name = ".".join(str(part) for part in (*filter(None, [prefix]), *first["loc"]))
+    name = ".".join(map(str, first["loc"]))
     value = first.get("input")
     if first["type"] == "extra_forbidden":
         return f"unknown field {name!r}{close_match(name, allowed_keys())}"
@@ -247,10 +248,7 @@ def explain(error: ValidationError, prefix: str = "") -> str:
 
 @contextmanager
 def hydra_composer() -> Iterator[ConfigLoader]:
-    """Hydra set up on `conf/` with `sweeps/` on its search path; yields its config loader.
-
-    Leaves a running Hydra application (a launcher's job in this process) alone by clearing only what it set up.
-    """
+    """Hydra set up on `conf/`, in place of any other set-up in this process; yields its config loader."""
     os.environ["SONIC_GPUS"] = str(max(1, len(visible_gpus())))
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(root() / "conf"), version_base="1.3"):
@@ -272,8 +270,7 @@ def parse(lines: Sequence[str]) -> list[Override]:
     parsed = []
     for line in lines:
         if "=" not in line and not line.startswith("~"):
-            hint = close_match(line, experiments())
-            raise CommandError(f"{line!r} is not of the form key=value{hint or ''}; an experiment is sweeps=<name>")
+            raise CommandError(f"{line!r} is not of the form key=value; an experiment is sweeps=<name>")
         try:
             parsed.append(parser.parse_override(line))
         except HydraException as error:
@@ -382,9 +379,7 @@ def check_routes(axes: Sequence[Axis]) -> None:
         other = b if base is a else a
         if base is not None and other.derived and (base.origin == other.origin or base.slot == other.slot):
             continue
-        text = f"{a} and {b} both set {', '.join(sorted(shared))}; give one of them" if a.origin else (
-            f"{a.text} and {b.key} both set {', '.join(sorted(shared))}; give one of them"
-        )  # fmt: skip
+        text = f"{a} and {b} both set {', '.join(sorted(shared))}; give one of them"
         dropped = next((axis for axis in (a, b) if axis.origin not in ("", COMMAND_LINE)), None)
         raise CommandError(text + (f" (~{dropped.key} drops the experiment's axis)" if dropped else ""))
 
@@ -464,7 +459,7 @@ def build_point(base: dict[str, Any], assignments: Iterable[dict[str, Any]]) -> 
         raise CommandError(explain(error)) from error
     except ValueError as error:
         raise CommandError(str(error)) from error
-    _check_point(point)
+    _check_tile(point)
     return point
 
 
@@ -476,7 +471,7 @@ def derived_shape(base: Shape, derive: dict[str, Any]) -> dict[str, int]:
         value = derive[leaf]
         try:
             number = None if isinstance(value, bool) else Fraction(value)
-        except (TypeError, ValueError, ZeroDivisionError):
+        except (TypeError, ValueError, ZeroDivisionError, OverflowError):
             number = None
         if number is None:
             raise ValueError(f"{leaf} is {value!r}; it must be a number or a fraction such as 1/16")
@@ -484,11 +479,8 @@ def derived_shape(base: Shape, derive: dict[str, Any]) -> dict[str, int]:
     return {size: getattr(base, size) for size in ("T", "d", "n", "E", "K")}
 
 
-def _check_point(point: Point) -> None:
+def _check_tile(point: Point) -> None:
     """Rules beyond types."""
-    known = known_impls()
-    if point.impl not in known:
-        raise CommandError(f"impl is {point.impl!r}; allowed: {', '.join(known)}{close_match(point.impl, known)}")
     for name in ("m", "n", "k", "stages", "warps"):
         value = getattr(point.tile, name)
         if value is not None and value < 1:
@@ -502,10 +494,11 @@ def _check_point(point: Point) -> None:
 
 def expand(base: dict[str, Any], grids: dict[str, list[Axis]]) -> list[Point]:
     """The points of all grids without repeats; in a grid the first axis varies slowest, `impl` fastest."""
-    total = sum(_product(len(axis.values) for axis in axes) for axes in grids.values())
+    total = sum(math.prod(len(axis.values) for axis in axes) for axes in grids.values())
     if total > MOST_POINTS:
         raise CommandError(f"the sweep has {total} points; at most {MOST_POINTS} are allowed")
     points: dict[str, Point] = {}
+    known = known_impls()
     for axes in grids.values():
         # sizes of a named shape go first, since shape.T may change its T
         first = [axis.named for axis in axes]
@@ -513,15 +506,12 @@ def expand(base: dict[str, Any], grids: dict[str, list[Axis]]) -> list[Point]:
             named = [value for value, is_named in zip(values, first, strict=True) if is_named]
             others = [value for value, is_named in zip(values, first, strict=True) if not is_named]
             point = build_point(base, [*named, *others])
+            if point.impl not in known:
+                raise CommandError(
+                    f"impl is {point.impl!r}; allowed: {', '.join(known)}{close_match(point.impl, known)}"
+                )
             points.setdefault(point.model_dump_json(), point)
     return list(points.values())
-
-
-def _product(sizes: Iterable[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 def point_sets(points: list[Point]) -> list[list[Point]]:
@@ -627,9 +617,8 @@ def sort_out(overrides: list[Override], loader: ConfigLoader) -> Given:
                 continue
             if key in CONTROL:
                 # not for Hydra: `results/` beside `sweeps/` on its search path looks like a config group to it
-                given.control[key] = (
-                    str(values[0]) if key in ("results", "shard") and values[0] is not None else values[0]
-                )
+                as_text = key in ("results", "shard") and values[0] is not None
+                given.control[key] = str(values[0]) if as_text else values[0]
                 continue
             if key in GROUPS:
                 _group_choice(key, values[0], options(loader, key))

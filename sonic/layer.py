@@ -77,10 +77,15 @@ class Choices:
     activation: Literal["fused", "separate"] = "fused"
     aggregate: Literal["gather_sum", "scatter_sum", "atomic"] = "gather_sum"
     tiles: Mapping[str, Tile] = field(default_factory=dict)
+    #: All of it as one string, made once: an operator takes no Python objects.
+    encoded: str = field(init=False, repr=False, compare=False)
 
-    def encode(self) -> str:
-        """As one string: an operator takes no Python objects."""
-        return json.dumps({**asdict(self), "tiles": {name: asdict(tile) for name, tile in self.tiles.items()}})
+    def __post_init__(self) -> None:
+        if self.w1_layout not in ("concat", "interleaved"):
+            raise ValueError(f"w1_layout is {self.w1_layout!r}; allowed: concat, interleaved")
+        plain = {name: getattr(self, name) for name in ("family", "w1_layout", "gather", "activation", "aggregate")}
+        plain["tiles"] = {name: asdict(tile) for name, tile in self.tiles.items()}
+        object.__setattr__(self, "encoded", json.dumps(plain))
 
     @staticmethod
     @lru_cache(maxsize=256)
@@ -105,6 +110,10 @@ class Choices:
         return w1.unflatten(1, (n, 2)).transpose(1, 2)
 
 
+#: What runs when nothing else is asked for; made here, since `torch.compile` cannot trace the encoding.
+_PLAIN = {(family, layout): Choices(family, layout) for family in FAMILIES for layout in ("concat", "interleaved")}
+
+
 def resolve_family(family: Family, device: torch.device, dtype: torch.dtype) -> str:
     """The family that runs: Triton on a GPU and in the interpreter, plain torch elsewhere and for fp64.
 
@@ -126,6 +135,21 @@ def resolve_family(family: Family, device: torch.device, dtype: torch.dtype) -> 
     return family
 
 
+def _operator(name: str) -> Callable[[Callable], Callable]:
+    """Register a function as the operator sonic::<name> and return the operator.
+
+    The lower-level calls of `torch.library`: `custom_op` checks its outputs for aliases on every call, about a millisecond.
+    """
+
+    def register(function: Callable) -> Callable:
+        qualified = f"sonic::{name}"
+        torch.library.define(qualified, torch.library.infer_schema(function, mutates_args=()))
+        torch.library.impl(qualified, ("cpu", "cuda"), function)
+        return getattr(torch.ops.sonic, name)
+
+    return register
+
+
 def _rows(t: Tensor) -> Tensor:
     """A matrix whose rows are contiguous and apart, copied only if it is not so already."""
     if t.stride(-1) == 1 and (t.shape[0] <= 1 or t.stride(0) >= t.shape[1]):
@@ -133,7 +157,7 @@ def _rows(t: Tensor) -> Tensor:
     return t.contiguous()
 
 
-@torch.library.custom_op("sonic::experts_forward", mutates_args=())
+@_operator("experts_forward")
 def _experts_forward(
     x: Tensor, ids: Tensor, scores: Tensor, w1: Tensor, w2: Tensor, choices: str, keep_h: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -160,14 +184,14 @@ def _experts_forward(
     return o, h if keep_h else x.new_empty(0), meta.row_idx_R, meta.offsets_E1
 
 
-@_experts_forward.register_fake
+@torch.library.register_fake("sonic::experts_forward")
 def _(x, ids, scores, w1, w2, choices, keep_h):  # noqa: ANN001, ANN202
     index = ids.new_empty(ids.numel(), dtype=torch.int32)
     h = x.new_empty(ids.numel(), w1.shape[1]) if keep_h else x.new_empty(0)
     return x.new_empty(x.shape), h, index, ids.new_empty(w1.shape[0] + 1, dtype=torch.int32)
 
 
-@torch.library.custom_op("sonic::experts_backward", mutates_args=())
+@_operator("experts_backward")
 def _experts_backward(
     do: Tensor, x: Tensor, h: Tensor, scores: Tensor, row_idx: Tensor, offsets: Tensor, w1: Tensor, w2: Tensor,
     choices: str, needs: list[bool],
@@ -208,7 +232,7 @@ def _experts_backward(
     return dx, dscores, dw1, dw2
 
 
-@_experts_backward.register_fake
+@torch.library.register_fake("sonic::experts_backward")
 def _(do, x, h, scores, row_idx, offsets, w1, w2, choices, needs):  # noqa: ANN001, ANN202
     likes = zip(needs, (x, scores, w1, w2), strict=True)
     return tuple(t.new_empty(t.shape) if need else x.new_empty(0) for need, t in likes)
@@ -232,23 +256,23 @@ def _experts_gradient(ctx, do, _dh, _drow_idx, _doffsets):  # noqa: ANN001, ANN2
     return dx, None, dscores, dw1, dw2, None, None
 
 
-_experts_forward.register_autograd(_experts_gradient, setup_context=_keep_experts)
+torch.library.register_autograd("sonic::experts_forward", _experts_gradient, setup_context=_keep_experts)
 
 
-@torch.library.custom_op("sonic::route", mutates_args=())
+@_operator("route")
 def _route(logits: Tensor, K: int, family: str) -> tuple[Tensor, Tensor]:
     """Scores (T, K) and ids (T, K) int32 of the K largest logits."""
     return FAMILIES[family].router_topk(_rows(logits), K)
 
 
-@_route.register_fake
+@torch.library.register_fake("sonic::route")
 def _(logits, K, family):  # noqa: ANN001, ANN202
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     size = (logits.shape[0], K)
     return logits.new_empty(size, dtype=wide), logits.new_empty(size, dtype=torch.int32)
 
 
-@torch.library.custom_op("sonic::route_backward", mutates_args=())
+@_operator("route_backward")
 def _route_backward(
     dscores: Tensor, scores: Tensor, ids: Tensor, E: int, dtype: torch.dtype, family: str
 ) -> Tensor:
@@ -256,7 +280,7 @@ def _route_backward(
     return FAMILIES[family].router_topk_backward(dscores.contiguous(), scores, ids, E, dtype)
 
 
-@_route_backward.register_fake
+@torch.library.register_fake("sonic::route_backward")
 def _(dscores, scores, ids, E, dtype, family):  # noqa: ANN001, ANN202
     return scores.new_empty((scores.shape[0], E), dtype=dtype)
 
@@ -276,7 +300,7 @@ def _route_gradient(ctx, dscores, _dids):  # noqa: ANN001, ANN202
     return _route_backward(dscores, *ctx.saved_tensors, ctx.E, ctx.dtype, ctx.family), None, None
 
 
-_route.register_autograd(_route_gradient, setup_context=_keep_route)
+torch.library.register_autograd("sonic::route", _route_gradient, setup_context=_keep_route)
 
 
 def _check_experts(x: Tensor, ids: Tensor, scores: Tensor, w1: Tensor, w2: Tensor) -> None:
@@ -327,18 +351,12 @@ def experts(
     """
     _check_experts(x, ids, scores, w1, w2)
     if choices is None:
-        encoded = _encoded(resolve_family(family, x.device, x.dtype), w1_layout)
-    else:
-        encoded = choices.encode()
+        at = (resolve_family(family, x.device, x.dtype), w1_layout)
+        if at not in _PLAIN:
+            raise ValueError(f"w1_layout is {w1_layout!r}; allowed: concat, interleaved")
+        choices = _PLAIN[at]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return _experts(x, ids, scores.to(wide).contiguous(), w1, w2, encoded)
-
-
-@lru_cache
-def _encoded(family: str, w1_layout: str) -> str:
-    if w1_layout not in ("concat", "interleaved"):
-        raise ValueError(f"w1_layout is {w1_layout!r}; allowed: concat, interleaved")
-    return Choices(family, w1_layout).encode()
+    return _experts(x, ids, scores.to(wide).contiguous(), w1, w2, choices.encoded)
 
 
 def route(x: Tensor, router_w: Tensor, K: int, *, family: Family = "auto") -> tuple[Tensor, Tensor]:

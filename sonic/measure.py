@@ -1,15 +1,15 @@
 """Times, memory and clocks of any callable; knows nothing of MoE.
 
 On a CUDA device four times are taken and never mixed:
-  event_us   CUDA events around the eager call: what a user waits for. Calls are queued one behind the other, each behind a
-             flush of the L2 cache that lies outside the events; gradients are dropped in between.
-  device_us  union of the intervals in which a kernel ran, span_us first kernel's start to last kernel's end, both from CUPTI
-             (torch.profiler), one value per sample.
-  graph_us   replay of a CUDA graph of the same call, the cache flushed between replays.
-  enqueue_us host time of the call while the GPU is idle and its queue empty.
-Samples are returned, never their mean. The flush inverts a buffer of twice the L2 cache's size, by a kernel whose name no
-implementation uses, so that it also marks where one sample ends and the next begins in the profiler's record.
-On a CPU only wall-clock samples are taken, and returned as event_us; everything else is None.
+  event_us    CUDA events around the eager call: what a user waits for. Calls are queued one behind the other, each
+              behind a flush of the L2 cache that lies outside the events; gradients are dropped in between.
+  device_us   union of the intervals in which a kernel ran, one total per sample; with it span_us, first kernel's start
+              to last kernel's end. Both from CUPTI (torch.profiler).
+  graph_us    replay of a CUDA graph of the same call, the cache flushed between replays.
+  enqueue_us  host time of the call while the GPU is idle and its queue empty.
+Samples are returned, never their mean. The flush inverts a buffer of twice the L2 cache's size, by a kernel whose name
+no implementation uses, so that it also marks where one sample ends and the next begins in the profiler's record. On a
+CPU only wall-clock samples are taken, and returned as event_us; everything else is None.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ METHOD_VERSION = 1
 
 #: Name of the kernel by which the flush, and nothing else, shows in a profile.
 FLUSH_KERNEL = "bitwise_not"
-PROFILED_SAMPLES = 10
 #: Ends of the names by which the profiler shows a wait as if it were work of the device.
 HOST_MARKS = (" Sync", " Wait Event")
+PROFILED_SAMPLES = 10
 GRAPH_SAMPLES = 10
 ENQUEUE_SAMPLES = 10
 #: One kind of sample ends early, with at least two taken, when it would take longer than this.
@@ -63,8 +63,8 @@ CLOCK_DROP = 0.85
 
 @dataclass(frozen=True)
 class Work:
-    """One call to time: forward, and where `backward` is given the backward from the forward's output; `clear` drops the
-    gradients and is never timed."""
+    """One call to time: forward, and where `backward` is given the backward from the forward's output; `clear` drops
+    the gradients and is never timed."""
 
     forward: Callable[[], torch.Tensor]
     backward: Callable[[torch.Tensor], object] | None = None
@@ -208,8 +208,8 @@ def _cuda_times(work: Work, device: torch.device, settings: Settings) -> Times:
 def _event_times(
     call: Callable[[], object], clear: Callable[[], object], samples: int, flush: Flush, readings: Readings
 ) -> list[float]:
-    """Microseconds between two events around the call, queued without waiting in between; clocks are read before the queue
-    has drained."""
+    """Microseconds between two events around the call, queued without waiting in between; clocks are read before the
+    queue has drained."""
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
     torch.cuda.synchronize()
     for begin, end in pairs:
@@ -250,7 +250,7 @@ def _profile(work: Work, samples: int, flush: Flush, readings: Readings) -> list
 
 
 def device_intervals(events: Iterable[Any]) -> list[Interval]:
-    """Kernels, memsets and copies among the profiler's events, in order of their start; marks of the host are left out."""
+    """Kernels, memsets and copies among the profiler's events, by start; marks of the host are left out."""
     cuda = torch.autograd.DeviceType.CUDA
     found = [
         Interval(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
@@ -261,7 +261,7 @@ def device_intervals(events: Iterable[Any]) -> list[Interval]:
 
 
 def split_samples(intervals: Sequence[Interval]) -> list[list[Interval]]:
-    """What ran between two flushes, for each pair of neighbouring flushes but the first (the profiler may miss its start)."""
+    """What ran between two neighbouring flushes, for all pairs but the first (the profiler may miss its start)."""
     samples: list[list[Interval]] = []
     for interval in intervals:
         if FLUSH_KERNEL in interval.name:
@@ -288,9 +288,11 @@ def span_us(sample: Sequence[Interval]) -> float:
 
 
 def kernel_times(samples: Sequence[Sequence[Interval]]) -> list[KernelTime]:
-    """Medians over the samples of each call, in launch order, by kernel name and the how-maniest call of that name it is.
+    """Medians over the samples of each call, in launch order, by kernel name and the how-maniest call of that name it
+    is.
 
-    More than `LISTED_LAUNCHES` calls are summed up by name instead: `us` is then the sum of the medians of `calls` calls.
+    More than `LISTED_LAUNCHES` calls are summed up by name instead: `us` is then the sum of the medians of `calls`
+    calls.
     """
     durations: dict[tuple[str, int], list[float]] = {}
     for sample in samples:
@@ -310,8 +312,8 @@ def kernel_times(samples: Sequence[Sequence[Interval]]) -> list[KernelTime]:
 
 
 def with_costs(kernels: Sequence[KernelTime], costs: Iterable[KernelTime]) -> list[KernelTime]:
-    """Adds flops, bytes and tile to measured kernels: a cost goes to the next call, in launch order and not yet taken, of a
-    kernel whose name contains the cost's name."""
+    """Adds flops, bytes and tile to measured kernels: a cost goes to the next call, in launch order and not yet taken,
+    of a kernel whose name contains the cost's name."""
     found = list(kernels)
     free = [kernel.calls == 1 for kernel in found]
     for cost in costs:
@@ -358,8 +360,8 @@ def _graph_times(
 
 
 def _host_sync(work: Work) -> str | None:
-    """Why the call cannot be captured: it makes the host wait for the device. Found without starting a capture, since one
-    that fails can leave the allocator and the random state of the process unusable."""
+    """Why the call cannot be captured: it makes the host wait for the device. Found without starting a capture, since
+    one that fails can leave the allocator and the random state of the process unusable."""
     before = torch.cuda.get_sync_debug_mode()
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -427,7 +429,7 @@ class Readings:
         self._taken.append(reading)
 
     def summary(self) -> tuple[Clocks | None, bool | None]:
-        """Medians of the readings, all reasons seen, and whether the GPU was slowed down; (None, None) without readings."""
+        """Medians of the readings, all reasons seen, whether the GPU was slowed down; (None, None) without readings."""
         return summarise(self._taken)
 
 
@@ -437,7 +439,7 @@ def reason_names(bits: int) -> list[str]:
 
 
 def summarise(taken: Sequence[dict[str, Any]]) -> tuple[Clocks | None, bool | None]:
-    """See `Readings.summary`. Slowed down means a reason of `SLOWING`, or an SM clock that fell by more than 15 percent."""
+    """See `Readings.summary`. Slowed down: a reason of `SLOWING`, or an SM clock below `CLOCK_DROP` of its highest."""
     if not taken:
         return None, None
     values = {
@@ -456,10 +458,10 @@ def memory(
 ) -> Memory:
     """Bytes that one warm call keeps and needs.
 
-    held: what the forward keeps for the backward, the input x included, weights and output excluded; None unless `training`.
-    peak_fwd, peak_bwd: the most that was allocated during the forward, and during the backward, beyond what existed before
-    the call, x included again (so weights and the output's incoming gradient are not in it). On a CPU peaks are None, and
-    held counts the storages that autograd saves.
+    held: what the forward keeps for the backward, the input x included, weights and output excluded; None unless
+    `training`. peak_fwd, peak_bwd: the most that was allocated during the forward, and during the backward, beyond
+    what existed before the call, x included again (so weights and the output's incoming gradient are not in it). On a
+    CPU peaks are None, and held counts the storages that autograd saves.
     """
     work.clear()
     gc.collect()
@@ -494,7 +496,7 @@ def _cuda_memory(work: Work, device: torch.device, x_Td: torch.Tensor, training:
 
 
 def _saved_bytes(work: Work, x_Td: torch.Tensor, weights: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages that autograd saves in one forward, each counted once, x included, weights and output not."""
+    """Bytes of the storages that autograd saves in one forward, each counted once; x included, weights and O not."""
     saved: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

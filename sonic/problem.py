@@ -1,8 +1,8 @@
 """The tensors that every implementation is given: seeded, on one device, with one routing for all.
 
-x and dO are 0.2 * N(0, 1) and the expert weights N(0, 0.02^2), as in the paper's benchmark (section 5 of the notes on it).
-The router's weights are scaled so that logits have unit variance, which spreads tokens over the experts and keeps the scores
-of a token unequal.
+x and dO are 0.2 * N(0, 1) and the expert weights N(0, 0.02^2), as in the paper's benchmark (section 5 of the notes on
+it). The router's weights are scaled so that logits have unit variance, which spreads tokens over the experts and keeps
+the scores of a token unequal.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MAX_REDRAWS = 5000
 class Problem:
     """Inputs, weights and routing of one point.
 
-    x_Td do_Td (T, d); router_w_Ed (E, d); w1_E2nd (E, 2n, d), n gate rows first, then n up rows; w2_Edn (E, d, n), all in
-    `dtype`. ids_TK (T, K) int32; scores_TK (T, K) fp32 (fp64 beside fp64). counts_E (E,) rows per expert; R their sum.
-    With `learned` routing ids are the top K of `F.linear(x, router_w)` in `dtype` and scores the softmax over those logits;
-    tokens are redrawn until no two correct routers can disagree. Other distributions draw ids and random scores.
-    Raises ValueError for a dtype without a torch counterpart and for an unknown distribution.
+    x_Td do_Td (T, d); router_w_Ed (E, d); w1_E2nd (E, 2n, d), n gate rows first, then n up rows; w2_Edn (E, d, n), all
+    in `dtype`. ids_TK (T, K) int32; scores_TK (T, K) fp32 (fp64 beside fp64). counts_E (E,) rows per expert; R their
+    sum. With `learned` routing ids are the top K of `F.linear(x, router_w)` in `dtype` and scores the softmax over
+    those logits; tokens are redrawn until no two correct routers can disagree. Other distributions draw ids and random
+    scores. Raises ValueError for a dtype without a torch counterpart and for an unknown distribution.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Problem:
     def _part_close_calls(self, generator: torch.Generator) -> None:
         """Redraws tokens of x until none has a K-th and a (K+1)-th logit that are a close call.
 
-        Only the redrawn tokens are looked at again, then all of them once more: a matrix multiplication of fewer rows may
-        sum in another order than the one that the implementations will run.
+        Only the redrawn tokens are looked at again, then all of them once more: a matrix multiplication of fewer rows
+        may sum in another order than the one that the implementations will run.
         """
         redraws = 0
         while True:
@@ -95,7 +95,7 @@ class Problem:
         self.R = self.ids_TK.numel()
 
     def with_routing(self, ids_TK: torch.Tensor) -> Problem:
-        """The same tensors and scores under other expert ids (T, K): what a bound with a routing of its own computes."""
+        """The same tensors and scores under other expert ids (T, K): for a bound with a routing of its own."""
         other = copy.copy(self)
         other._route(ids_TK, self.scores_TK)
         return other
@@ -120,8 +120,8 @@ class Problem:
 def twin_shape(shape: Shape, distribution: str = "learned") -> Shape:
     """A shape small enough for fp64 on which a kernel takes the same paths: ragged last tiles, the same alignment.
 
-    T at most 130, d at most 256, n at most 128, each still a multiple of the same power of two (up to 16); K stays, E is at
-    most 16 or 2K, so that there is something to choose from. Equal counts per expert stay equal (`balanced`).
+    T at most 130, d at most 256, n at most 128, each still a multiple of the same power of two (up to 16); K stays, E
+    is at most 16 or 2K, so that there is something to choose from. Equal counts per expert stay equal (`balanced`).
     """
 
     def shrink(size: int, most: int) -> int:

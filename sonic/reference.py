@@ -1,9 +1,10 @@
 """The oracles that every implementation is held against, and how far it may be from them.
 
-Two checks come before any timing. On a small twin of the shape everything is compared with autograd in fp64. At full size
-256 rows of O and dX and the weight gradients of four experts are compared with an fp32 reference that visits one expert at a
-time, so that it fits beside the largest layers. An error is a relative Frobenius norm; the ratio that is reported divides it
-by the error of plain torch in the same dtype on the same twin, or by the dtype's floor where that is larger.
+Two checks come before any timing. On a small twin of the shape everything is compared with autograd in fp64. At full
+size 256 rows of O and dX and the weight gradients of four experts are compared with an fp32 reference that visits one
+expert at a time, so that it fits beside the largest layers. An error is a relative Frobenius norm; the ratio that is
+reported divides it by the error of plain torch in the same dtype on the same twin, or by the dtype's floor where that
+is larger.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from sonic.problem import Problem
 from sonic.routers import score_dtype
 
 LIMIT = 2.0
-#: Errors too small to divide by. In 16 bits the unit roundoff; in fp32 and fp64 half of the error that a layer may have at
-#: most (1e-5, 1e-10), because plain torch on the twin is far more exact than a long sum in another order can be.
+#: Errors too small to divide by. In 16 bits the unit roundoff; in fp32 and fp64 half of the error that a layer may
+#: have at most (1e-5, 1e-10), because plain torch on the twin is far more exact than a long sum in another order can
+#: be.
 FLOOR = {torch.bfloat16: 2e-3, torch.float16: 2.5e-4, torch.float32: 5e-6, torch.float64: 5e-11}
 #: Stands for an infinite or undefined ratio; JSON has no word for it.
 WORST = 1e9
@@ -69,14 +71,18 @@ def autograd(problem: Problem, op: str, dtype: torch.dtype, backward: bool) -> d
     return found
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """|got - want| / |want| in Frobenius norms; infinite for NaN, Inf, a wrong shape, or anything but zero where zero is due."""
+def relative_error(got: torch.Tensor, want: torch.Tensor, size_of_zero: float = 0.0) -> float:
+    """|got - want| / |want| in Frobenius norms; infinite for NaN, Inf, a wrong shape, or non-zero where zero is due.
+
+    `size_of_zero` takes the place of |want| where that is zero by cancellation.
+    """
     if got.shape != want.shape:
         return math.inf
     got, want = got.detach().to(want.dtype), want.detach()
     difference, size = torch.linalg.vector_norm(got - want).item(), torch.linalg.vector_norm(want).item()
     if not math.isfinite(difference):
         return math.inf
+    size = size or size_of_zero
     if size == 0.0:
         return 0.0 if difference == 0.0 else math.inf
     return difference / size
@@ -103,12 +109,24 @@ def twin_errors(
     backward = len(got) > 1
     exact = autograd(problem, op, torch.float64, backward)
     plain = autograd(problem, op, problem.dtype, backward)
-    yardsticks = {name: max(relative_error(plain[name], exact[name]), FLOOR[problem.dtype]) for name in exact}
-    ratios = {}
+    zeros = {"drouter": _uncancelled_router_gradient(problem)} if "drouter" in exact and problem.shape.K == 1 else {}
+    yardsticks, ratios = {}, {}
     for name, want in exact.items():
-        found = got.get(name)
-        ratios[f"twin.{name}"] = WORST if found is None else ratio(relative_error(found, want), yardsticks[name])
+        found, zero = got.get(name), zeros.get(name, 0.0)
+        yardsticks[name] = max(relative_error(plain[name], want, zero), FLOOR[problem.dtype])
+        ratios[f"twin.{name}"] = WORST if found is None else ratio(relative_error(found, want, zero), yardsticks[name])
     return ratios, yardsticks
+
+
+def _uncancelled_router_gradient(problem: Problem) -> float:
+    """Norm of the router's gradient if a token's only score were free.
+
+    With K = 1 the score is 1 whatever the router says, so its gradient is zero; a router that renormalises a softmax
+    over all experts reaches that zero by cancelling terms of this size.
+    """
+    ds_TK = autograd(problem, "experts", torch.float64, backward=True)["ds"]
+    ds_TE = ds_TK.new_zeros(problem.shape.T, problem.shape.E).scatter_(1, problem.ids_TK.long(), ds_TK)
+    return torch.linalg.vector_norm(ds_TE.T @ problem.x_Td.to(torch.float64)).item()
 
 
 def expert_rows(
@@ -187,7 +205,7 @@ def reference_rows(problem: Problem, op: str, tokens: torch.Tensor) -> dict[str,
 
 
 def reference_weight_grads(problem: Problem, op: str, expert: int) -> dict[str, torch.Tensor]:
-    """dW1 (2n, d) and dW2 (d, n) of one expert over all its rows, in chunks of rows, in fp32 (fp64 for an fp64 problem)."""
+    """dW1 (2n, d) and dW2 (d, n) of one expert over all its rows, chunk by chunk, in fp32 (fp64 for fp64)."""
     wide = _wide(problem.dtype)
     w1, w2 = problem.w1_E2nd[expert].to(wide), problem.w2_Edn[expert].to(wide)
     dw1, dw2 = torch.zeros_like(w1), torch.zeros_like(w2)
@@ -227,7 +245,7 @@ def full_errors(
 
 
 def _rows(found: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The sampled rows of an output; the whole output when it has the wrong number of rows, which no reference matches."""
+    """The sampled rows of an output; all of it when it has too few rows, which then matches no reference."""
     return found[tokens] if tokens.numel() == 0 or found.shape[0] > int(tokens[-1]) else found
 
 

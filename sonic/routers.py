@@ -1,7 +1,7 @@
 """Who meets whom: the plain router, and distributions of expert ids that no router made.
 
-Every function takes its randomness from a `torch.Generator`, returns ids (T, K) whose rows hold K different experts, and
-gives the same ids for the same seed on one device type.
+Every function takes its randomness from a `torch.Generator`, returns ids (T, K) whose rows hold K different experts,
+and gives the same ids for the same seed on one device type.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 def plain_router(x_Td: torch.Tensor, router_w_Ed: torch.Tensor, K: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The router for packages without one: logits in x's dtype, top-K, softmax over the K in fp32.
 
-    Returns scores (T, K), fp32 (fp64 for fp64 inputs) and differentiable, and ids (T, K), int64 as `torch.topk` makes them.
+    Returns scores (T, K), fp32 (fp64 for fp64 inputs) and differentiable, and ids (T, K), int64 as `torch.topk` makes
+    them.
     """
     logits_TE = F.linear(x_Td, router_w_Ed)
     values_TK, ids_TK = logits_TE.topk(K, dim=-1)
@@ -45,8 +46,9 @@ def close_calls(logits_TE: torch.Tensor, K: int) -> torch.Tensor:
 def balanced(T: int, E: int, K: int, generator: torch.Generator) -> torch.Tensor:
     """Ids (T, K) whose expert counts differ by at most one: equal wherever T*K is a multiple of E.
 
-    Tokens are taken in groups of E. In a group, token j goes to (j + o) mod E for K random different offsets o, so each
-    expert is chosen exactly K times. What is left of the last group is dealt out in turn. Tokens and experts are shuffled.
+    Tokens are taken in groups of E. In a group, token j goes to (j + o) mod E for K random different offsets o, so
+    each expert is chosen exactly K times. What is left of the last group is dealt out in turn. Tokens and experts are
+    shuffled.
     """
     device = generator.device
     groups, rest = divmod(T, E)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -75,7 +76,8 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # one more signal must not cut the process off on its last steps
+            signal.signal(number, handler if self.received is None else signal.SIG_IGN)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.received is None:
@@ -88,15 +90,24 @@ class Signals:
         self._raising = False
 
 
+class Output(Console):
+    """A console that falls silent when its reader leaves (`| head`), instead of ending the sweep."""
+
+    def on_broken_pipe(self) -> None:
+        """Sends what is still to be printed nowhere."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Screen:
     """Where lines go: a terminal with a progress bar, or plain text without a control code."""
 
     def __init__(self) -> None:
         terminal = sys.stdout.isatty()
         self.console = (
-            Console(highlight=False, markup=False, emoji=False)
+            Output(highlight=False, markup=False, emoji=False)
             if terminal
-            else Console(
+            else Output(
                 highlight=False,
                 markup=False,
                 emoji=False,
@@ -155,6 +166,7 @@ class Follower:
     reports: dict[int, Report] = field(default_factory=dict)
     fresh: dict[str, Row] = field(default_factory=dict)
     tracker: Tracker | None = None
+    leaves: list[str] = field(default_factory=list)
     _offsets: dict[Path, int] = field(default_factory=dict)
     _done: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -163,6 +175,7 @@ class Follower:
         """Notes where the rows files end now, and begins."""
         folder = Path(self.plan.results) / self.plan.sweep
         self._offsets = {path: path.stat().st_size for path in folder.glob("*.jsonl")}
+        self.leaves = varying(self.plan.points)
         self._thread = threading.Thread(target=self._follow, name="rows", daemon=True)
         self._thread.start()
 
@@ -222,7 +235,7 @@ class Follower:
         self.fresh[row.key] = row
         width = len(str(len(self.plan.points)))
         done = sum(len(report.keys) - len(report.todo) for report in self.reports.values()) + len(self.fresh)
-        self.screen.say(f"[{done:>{width}}/{len(self.plan.points)}] {line_of(row)}")
+        self.screen.say(f"[{done:>{width}}/{len(self.plan.points)}] {line_of(row, self.leaves)}")
         self.screen.advance()
         if self.tracker is not None:
             self.tracker.log(row)
@@ -241,15 +254,26 @@ def sizes(point: Point) -> str:
     return " ".join(f"{name}={value}" for name, value in point.shape.model_dump().items())
 
 
-def settings_of(point: Point) -> str:
-    """What a point asks beyond implementation, op, mode and shape: tile and knobs that are not the default."""
-    plain = Point(sweep=point.sweep, impl=point.impl, shape=point.shape)
-    parts = []
-    for group in ("tile", "knobs"):
-        for name, value in getattr(point, group).model_dump().items():
-            if value != getattr(getattr(plain, group), name) and name != "family":
-                parts.append(f"{name}={value}")
-    return " ".join(parts)
+def varying(points: Sequence[Point]) -> list[str]:
+    """Leaves, beyond those that every line shows, in which the points differ or ask for something of their own."""
+    shown = ("impl", "op", "mode", "shape.")
+    leaves = [leaf for leaf in config.leaves() if not leaf.startswith(shown)]
+    asked = [leaf for leaf in leaves if leaf.startswith("tile.") and any(value_of(p, leaf) is not None for p in points)]
+    return [leaf for leaf in leaves if leaf in asked or len({value_of(point, leaf) for point in points}) > 1]
+
+
+def value_of(point: Point, leaf: str) -> Any:
+    """The value of a dotted field."""
+    value: Any = point
+    for name in leaf.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def settings_of(point: Point, leaves: Sequence[str]) -> str:
+    """`tile.m=16 dtype=fp32`: the set ones of the given fields."""
+    pairs = [(leaf, value_of(point, leaf)) for leaf in leaves]
+    return " ".join(f"{leaf}={value}" for leaf, value in pairs if value is not None)
 
 
 def milliseconds(us: float | None) -> str:
@@ -257,9 +281,9 @@ def milliseconds(us: float | None) -> str:
     return "" if us is None else f"{us / 1000:.4g}"
 
 
-def line_of(row: Row) -> str:
-    """One finished point in one line."""
-    parts = [f"{row.impl:<16} {row.op} {row.mode}  {sizes(row)}", settings_of(row), row.status]
+def line_of(row: Row, leaves: Sequence[str]) -> str:
+    """One finished point in one line; `leaves` are the fields that tell it from others."""
+    parts = [f"{row.impl:<16} {row.op} {row.mode}  {sizes(row)}", settings_of(row, leaves), row.status]
     if row.status == "ok":
         speed = derive.tflops(row)
         parts.append(f"{milliseconds(derive.median_us(row))} ms")
@@ -270,9 +294,10 @@ def line_of(row: Row) -> str:
 
 
 def short(text: str, length: int = 160) -> str:
-    """The end of a text on one line: an exception's message comes last."""
+    """The beginning and the end of a text on one line: what happened, and an exception's message, which comes last."""
     flat = " ".join(text.split())
-    return flat if len(flat) <= length else "..." + flat[-length:]
+    head = length // 3
+    return flat if len(flat) <= length else f"{flat[:head]} ... {flat[-(length - head) :]}"
 
 
 def new_run_id(sweep: str) -> str:
@@ -283,7 +308,7 @@ def new_run_id(sweep: str) -> str:
 @dataclass(frozen=True)
 class Merged:
     """Points after knobs that an implementation ignores went back to their defaults: sets of points that differ in the
-    implementation only, and per implementation the names it ignored and how many points that saved."""
+    implementation only, and per implementation the swept names it ignored and how many points that saved."""
 
     sets: list[list[Point]]
     ignored: dict[str, set[str]]
@@ -295,10 +320,14 @@ class Merged:
         return [point for members in self.sets for point in members]
 
     def notes(self) -> list[str]:
-        """A line for each implementation that measures fewer points than were asked."""
+        """A line for each set of names that implementations ignored, if that made points coincide."""
+        together: dict[tuple[str, ...], list[str]] = {}
+        for impl in self.saved:
+            together.setdefault(tuple(sorted(self.ignored[impl])), []).append(impl)
         return [
-            f"{impl} takes no {', '.join(sorted(self.ignored[impl]))}: {count} of its points are the same as others"
-            for impl, count in self.saved.items()
+            f"{', '.join(impls)} take{'s' if len(impls) == 1 else ''} no {', '.join(names)}: "
+            f"{sum(self.saved[impl] for impl in impls)} points are the same as others and not measured again"
+            for names, impls in together.items()
         ]
 
 
@@ -319,6 +348,9 @@ def merge_points(points: list[Point], description: Description) -> Merged:
                 seen.add(text)
                 kept.append(plain)
         sets.append(kept)
+    for impl, names in ignored.items():
+        mine = [point for point in points if point.impl == impl]
+        names.intersection_update({leaf for leaf in names if len({value_of(point, leaf) for point in mine}) > 1})
     return Merged(sets, ignored, saved)
 
 
@@ -397,39 +429,67 @@ def _failure(job: JobReturn) -> str | None:
     return None
 
 
-def closing_table(rows: Sequence[Row]) -> Table:
-    """One line per point. Times are medians; TFLOP/s belong to the device time where there is one, else to the event time."""
+def columns_of(rows: Sequence[Row], leaves: Sequence[str]) -> list[tuple[str, bool, list[str]]]:
+    """The closing table by columns: name, whether it holds numbers, one text per row.
+
+    Times are medians; TFLOP/s belong to the device time where there is one, else to the event time.
+    """
+
+    def texts(values: Iterable[Any], form: str = "") -> list[str]:
+        return ["" if value is None else format(value, form) for value in values]
+
     on_device = any(row.device_us for row in rows)
+    event = [milliseconds(derive.median_us(row, "event_us")) for row in rows]
+    device = [milliseconds(derive.median_us(row, "device_us")) for row in rows]
+    held = (None if row.held_bytes is None else row.held_bytes / 2**20 for row in rows)
+    worst = (max(row.errors.values(), default=None) if row.errors else None for row in rows)
+    return [
+        *((name, False, [str(getattr(row, name)) for row in rows]) for name in ("impl", "op", "mode")),
+        *((name, True, [str(getattr(row.shape, name)) for row in rows]) for name in ("T", "d", "n", "E", "K")),
+        *((leaf, False, texts(value_of(row, leaf) for row in rows)) for leaf in leaves),
+        ("status", False, [row.status for row in rows]),
+        ("event ms" if on_device else "ms", True, event),
+        *([("device ms", True, device)] if on_device else []),
+        ("TFLOP/s", True, texts((derive.tflops(row) for row in rows), ".4g")),
+        ("held MiB", True, texts(held, ".4g")),
+        ("error", True, texts(worst, ".2g")),
+        ("reason", False, [short(row.reason or "", 120) if row.status != "ok" else "" for row in rows]),
+    ]
+
+
+def print_table(console: Console, rows: Sequence[Row], leaves: Sequence[str]) -> None:
+    """One line per point. Where a terminal is too narrow, what all points share moves above the table, reasons below."""
+    columns = columns_of(rows, leaves)
+    if not console.is_terminal or _width(columns) <= console.width:
+        console.print(_table(columns))
+        return
+    first = [name for name, _, _ in columns].index("status")
+    same = {name: texts[0] for name, _, texts in columns[1:first] if len(set(texts)) == 1}
+    console.print("all points: " + " ".join(f"{name}={text}" for name, text in same.items() if text), soft_wrap=True)
+    columns = [column for column in columns[:-1] if column[0] not in same]
+    before, console.width = console.width, max(console.width, _width(columns))
+    console.print(_table(columns))
+    console.width = before
+    for impl, reason in dict.fromkeys((row.impl, row.reason) for row in rows if row.status != "ok" and row.reason):
+        console.print(f"{impl}: {short(reason)}", soft_wrap=True)
+
+
+def _width(columns: list[tuple[str, bool, list[str]]]) -> int:
+    return sum(max(map(len, (name, *texts))) + 2 for name, _, texts in columns) + 2
+
+
+def _table(columns: list[tuple[str, bool, list[str]]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    numbers = ["T", "d", "n", "E", "K"]
-    for name in ("impl", "op", "mode"):
-        table.add_column(name, no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("tile, knobs")
-    table.add_column("status", no_wrap=True)
-    table.add_column("event ms" if on_device else "ms", justify="right", no_wrap=True)
-    if on_device:
-        table.add_column("device ms", justify="right", no_wrap=True)
-    for name in ("TFLOP/s", "held MiB", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("reason", overflow="fold")
-    for row in rows:
-        speed = derive.tflops(row)
-        worst = max(row.errors.values(), default=None) if row.errors else None
-        times = [milliseconds(derive.median_us(row, "event_us"))]
-        times += [milliseconds(derive.median_us(row, "device_us"))] if on_device else []
-        table.add_row(
-            *(row.impl, row.op, row.mode),
-            *(str(getattr(row.shape, name)) for name in numbers),
-            *(settings_of(row), row.status),
-            *times,
-            "" if speed is None else f"{speed:.4g}",
-            "" if row.held_bytes is None else f"{row.held_bytes / 2**20:.4g}",
-            "" if worst is None else f"{worst:.2g}",
-            short(row.reason, 120) if row.reason and row.status != "ok" else "",
-        )
+    for name, numbers, _ in columns:
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=name != "reason", overflow="fold")
+    for line in zip(*(texts for _, _, texts in columns), strict=True):
+        table.add_row(*line)
     return table
+
+
+def counted(points: int) -> str:
+    """`1 point`, `2 points`."""
+    return f"{points} point" + ("" if points == 1 else "s")
 
 
 def count_statuses(rows: Iterable[Row]) -> str:
@@ -491,20 +551,18 @@ def measure(sweep: Sweep, merged: Merged, description: Description, retry: list[
             return 0
     plan.save()
     screen.say(
-        f"{sweep.name}: {len(plan.points)} points on {description.device.name} ({description.device.gpu}), "
+        f"{sweep.name}: {counted(len(plan.points))} on {description.device.name} ({description.device.gpu}), "
         f"run {plan.run_id}"
     )
-    for note in merged.notes():
-        screen.say(note)
     follower = Follower(plan, sweep, screen)
     follower.start()
     failures: list[str] = []
     with _logged(screen.say):
         try:
             failures = launch(sweep, plan)
+            signals.hold()
         except Interrupted:
             plan.stop.touch()
-        signals.hold()
         follower.stop()
     screen.end()
     return _close(sweep, plan, merged, follower, failures, signals)
@@ -514,7 +572,7 @@ def _close(sweep: Sweep, plan: Plan, merged: Merged, follower: Follower, failure
     """The table, the figure, the paths."""
     screen, rows, tracker = follower.screen, follower.closing_rows(), follower.tracker
     if rows:
-        screen.console.print(closing_table(rows))
+        print_table(screen.console, rows, follower.leaves)
     for note in merged.notes():
         screen.say(note)
     for fault in dict.fromkeys(fault for report in follower.reports.values() for fault in report.faults):
@@ -523,7 +581,7 @@ def _close(sweep: Sweep, plan: Plan, merged: Merged, follower: Follower, failure
         screen.say(f"a job failed: {failure}")
     missing = len(plan.points) - len(rows)
     counts = count_statuses(rows) or "no rows"
-    screen.say(f"{len(plan.points)} points: {counts}" + (f", {missing} without a row" if missing else ""))
+    screen.say(f"{counted(len(plan.points))}: {counts}" + (f", {missing} without a row" if missing else ""))
     if follower.fresh:
         screen.say(f"measured now: {len(follower.fresh)}; rows of earlier runs: {len(rows) - len(follower.fresh)}")
     elif signals.received is None and not missing:
@@ -596,6 +654,7 @@ def dry_run(sweep: Sweep, merged: Merged, description: Description, retry: list[
     held = record.newest(rows)
     known = seconds_per_point(rows)
     usual = sweep.control.measure.estimate_s
+    leaves = [leaf for leaf in varying(plan.points) if leaf not in ("dtype", "routing.distribution")]
     total = 0.0
     count = 0
     for key, point in zip(jobs.keys_of(plan.points, description), plan.points, strict=True):
@@ -607,14 +666,16 @@ def dry_run(sweep: Sweep, merged: Merged, description: Description, retry: list[
         total += seconds if mine else 0.0
         count += mine
         kind = f"{point.op} {point.mode} {point.dtype} {point.routing.distribution}"
-        screen.say("  ".join(filter(None, [f"{point.impl:<16} {kind}  {sizes(point)}", settings_of(point), state])))
+        screen.say(
+            "  ".join(filter(None, [f"{point.impl:<16} {kind}  {sizes(point)}", settings_of(point, leaves), state]))
+        )
     for note in merged.notes():
         screen.say(note)
     for fault in faults:
         screen.say(f"skipped a line that is no row: {fault}")
     source = "the times of earlier rows" if known else f"measure.estimate_s={usual:g}"
     screen.say(
-        f"{len(plan.points)} points, {count} to measure: about {duration(total)} by {source}, "
+        f"{counted(len(plan.points))}, {count} to measure: about {duration(total)} by {source}, "
         "without the start of the children"
     )
 

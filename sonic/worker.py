@@ -1,11 +1,13 @@
 """The process that measures: reads points as JSON lines from stdin, answers each with an `Outcome` on stdout.
 
-  python -m sonic.worker             serve until EOF: {"cmd": "describe"} | {"cmd": "measure", "point": {...}, "settings": {...}}
+  python -m sonic.worker             until EOF, answer lines such as {"cmd": "describe"} and
+                                     {"cmd": "measure", "point": {...}, "settings": {...}}
   python -m sonic.worker --describe  print the device and what every implementation can do here, and exit
 
-Replies travel on a private duplicate of stdout, and stdout itself becomes stderr, so that a package's prints cannot break the
-protocol. A point that raises is a row, never the end of the sweep; only after a fault that may have spoilt the CUDA context
-does the process leave, so that the parent starts a fresh one.
+Replies travel on a private duplicate of stdout, and stdout itself becomes stderr, so that a package's prints cannot
+break the protocol. A point that raises is a row, never the end of the sweep; only after a fault that may have spoilt
+the CUDA context does the process leave, so that the parent starts a fresh one. When a point was measured but its last
+step left the process unfit, it replaces itself, which the parent does not notice.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 # Inductor would otherwise start a pool of compiling processes, which live on beside the measurement.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -46,7 +48,7 @@ def slug(name: str) -> str:
 
 
 def describe() -> dict[str, Any]:
-    """The device, the versions, the timing method, and for each implementation whether it runs here, its knobs and ops."""
+    """The device, versions, the timing method, and for each implementation whether it runs here, its knobs and ops."""
     where = device()
     cuda = where.type == "cuda"
     properties = torch.cuda.get_device_properties(where) if cuda else None
@@ -103,7 +105,10 @@ def serve_point(point: Point, settings: Settings) -> Served:
 
 
 def _fault(error: Exception) -> Served:
-    """Sorts an exception into oom, out_of_resources, unavailable (a package with a missing part) or failed. A failed call of the CUDA driver makes the process unfit."""
+    """Sorts an exception into oom, out_of_resources, unavailable (a package with a missing part) or failed.
+
+    An error of CUDA's that is not one of the first two makes the process unfit.
+    """
     name, text = type(error).__name__, str(error)
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in text:
         return Served(Outcome(status="oom", reason=text.splitlines()[0][:REASON_LENGTH] if text else name))
@@ -137,8 +142,8 @@ def _refusal(impl_class: type, point: Point, where: torch.device) -> str | None:
         return f"op is {point.op!r}; {point.impl} runs: {', '.join(sorted(impl_class.OPS))}"
     if point.op == "layer" and point.routing.distribution != "learned":
         return (
-            f"routing.distribution is {point.routing.distribution!r}; op=layer times its own router, so only 'learned' fits "
-            "(use op=experts)"
+            f"routing.distribution is {point.routing.distribution!r}; op=layer times its own router, "
+            "so only 'learned' fits (use op=experts)"
         )
     if point.op in KERNEL_OPS and point.mode == "fwd_bwd":
         return f"mode is 'fwd_bwd'; op={point.op} times one kernel, so only 'fwd' fits"
@@ -146,7 +151,7 @@ def _refusal(impl_class: type, point: Point, where: torch.device) -> str | None:
 
 
 def _work(impl: Any, problem: Problem, mode: str) -> measure.Work:
-    """The timed call of a layer: training forward, forward without a graph, or forward and backward from the given dO."""
+    """The timed call: training forward, forward without a graph, or forward and backward from the given dO."""
 
     def infer() -> torch.Tensor:
         with torch.no_grad():
@@ -172,7 +177,7 @@ class Checked:
 
 
 def _checked(impl_class: type, problem: Problem, point: Point) -> Checked:
-    """Builds the implementation and runs it for the gate: on a CUDA device once to compile, then into poisoned memory."""
+    """Builds the implementation and runs it for the gate: on CUDA once to compile, then into poisoned memory."""
     where = problem.device
     impl = impl_class(problem, point)
     problem = getattr(impl, "problem", problem)
@@ -287,31 +292,33 @@ def _fields(impl: Any, found: measure.Times) -> dict[str, Any]:
     }
 
 
-def serve(requests: IO[str], replies: IO[str]) -> int:
-    """Answers requests line by line until EOF. Returns the exit status: 0, or 1 after a fault that spoilt the process."""
+def serve(requests: IO[str], replies: IO[str]) -> Literal["eof", "leave", "restart"]:
+    """Answers requests line by line until EOF, or until the process is unfit: then it is to leave, or to restart."""
     for line in requests:
         if not line.strip():
             continue
         request = json.loads(line)
+        served = None
         if request["cmd"] == "describe":
-            answer, fit = json.dumps(describe()), True
+            answer = json.dumps(describe())
         elif request["cmd"] == "measure":
             point = Point.model_validate_json(json.dumps(request["point"]))
             settings = Settings.model_validate_json(json.dumps(request["settings"]))
             served = serve_point(point, settings)
-            answer, fit = served.outcome.model_dump_json(), served.fit
+            answer = served.outcome.model_dump_json()
         else:
             raise ValueError(f"cmd is {request['cmd']!r}; allowed: describe, measure")
         replies.write(answer + "\n")
         replies.flush()
-        if not fit:
-            return 1
-    return 0
+        if served is not None and not served.fit:
+            return "restart" if served.outcome.status == "ok" else "leave"
+    return "eof"
 
 
 def main() -> None:
     if not torch.cuda.is_available():
-        # One core stays free for the parent: OpenMP threads that spin for a core taken by another make times a hundredfold.
+        # One core stays free for the parent: OpenMP threads that spin for a core taken by another make times a
+        # hundredfold.
         torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -322,10 +329,13 @@ def main() -> None:
         return
     if sys.argv[1:]:
         raise SystemExit(f"unknown arguments {sys.argv[1:]}; allowed: --describe")
-    status = serve(sys.stdin, replies)
-    if status:
+    end = serve(sys.stdin, replies)
+    if end == "restart":
+        os.dup2(replies.fileno(), 1)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    if end == "leave":
         # A spoilt CUDA context can hang the interpreter's own clean-up.
-        os._exit(status)
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Registry of implementations: one adapter file each, whose stem is the implementation's name everywhere.
 
-An adapter defines a class `Impl` (see `sonic.impls._common.Adapter` for the members and what they mean). Listing the names
-imports none of them, so a process without torch may ask.
+An adapter defines a class `Impl` (see `sonic.impls._common.Adapter` for the members and what they mean). Listing the
+names imports none of them, so a process without torch may ask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> type:
-    """The class `Impl` of the adapter `name`. ValueError for an unknown name, ImportError where the file itself is at fault."""
+    """The class `Impl` of the adapter `name`. ValueError for an unknown name, which lists the known ones."""
     if name not in names():
         raise ValueError(f"impl is {name!r}; known implementations: {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}").Impl

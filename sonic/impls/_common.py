@@ -1,13 +1,26 @@
-"""What adapters share: the members that the harness asks for, leaf tensors, and gradients under their canonical names."""
+"""What adapters share: members that the harness asks for, leaf tensors, gradients under canonical names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
 from sonic.problem import DTYPES, Problem
 from sonic.record import Point
+
+#: A worker meets many shapes, each a recompilation of one function; past its limit torch would run eagerly.
+RECOMPILES = 1 << 16
+
+
+@functools.cache
+def compiled(function: Callable) -> Callable:
+    """`function` through torch.compile, whole and with static shapes; one per process, so a shape compiles once."""
+    import torch._dynamo.config
+
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = RECOMPILES
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -18,10 +31,11 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
 class Adapter:
     """Base of the adapters: one implementation on one problem.
 
-    KNOBS: dotted names that it takes (`knobs.gather`, `tile.m`); all others are dropped before a point is hashed.
-    OPS: what it can run, of `sonic.record.Op`. `note` says what a reader of the row must know (a cut-down tuner, a weight
-    conversion that a training step would repeat). `problem` holds the routing that is computed, which the gate checks.
-    Optional members: family, kernels_cost, bytes_model(), flops_padded, tune_s, tuned, weights().
+    KNOBS holds the dotted names that it takes (`knobs.gather`, `tile.m`); all others are dropped before a point is
+    hashed. OPS holds what it can run, of `sonic.record.Op`. `note` says what a reader of the row must know (a cut-down
+    tuner, a weight conversion that a training step would repeat). `problem` has the routing that is computed, which the
+    gate checks. Members that a row takes where they exist: family, kernels_cost, bytes_model(), flops_padded, tune_s,
+    tuned; for one kernel alone also flops_model and check().
     """
 
     KNOBS: frozenset[str] = frozenset()

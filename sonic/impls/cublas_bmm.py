@@ -1,53 +1,54 @@
 """The paper's upper bound: batched matrix multiplications of equal size, without router, metadata, gather or scatter.
 
-It is a bound, not a layer. Every expert has exactly R/E rows, x and dO are gathered before the timing starts, and rows lie so
-that a token's K rows are summed through a view: row r = k*T + t belongs to slot k of token t and to expert r // (R/E). That is
-a balanced routing like any other (a token's K experts differ, since K*T/E <= T), and the gate checks the output and every
-gradient against it; it is not the routing that the other implementations of a sweep get, which costs the same here.
+It is a bound, not a layer. Every expert has exactly R/E rows, x and dO are gathered before the timing starts, and rows
+lie so that a token's K rows are summed through a view: row r = k*T + t belongs to slot k of token t and to expert r //
+(R/E). That is a balanced routing like any other (a token's K experts differ, since K*T/E <= T), and the gate checks
+the output and every gradient against it; it is not the routing that the other implementations of a sweep get, which
+costs the same here.
 
-Forward: bmm, one SwiGLU kernel, bmm, one kernel for the score-weighted sum over K. Backward: bmm for dA', one kernel for
-dSwiGLU, A' and dS, three bmm for dW2, dX~ and dW1, one kernel for the sum over K. The element-wise kernels come from
-torch.compile on CUDA and run eagerly on a CPU. `op` is experts: scores are given. Memory: H is kept, x counts as (T, d).
-Both operand layouts of the weights are timed at construction, (E, out, in) and (E, in, out), and the faster one stays; the
-note says which. A training step would need no conversion, since a model may store its weights in either.
+Forward: bmm, one SwiGLU kernel, bmm, one kernel for the score-weighted sum over K. Backward: bmm for dA', one kernel
+for dSwiGLU, A' and dS, three bmm for dW2, dX~ and dW1, one kernel for the sum over K. The element-wise kernels come
+from torch.compile on CUDA and run eagerly on a CPU. `op` is experts: scores are given. Memory: H is kept, x counts as
+(T, d). Both operand layouts of the weights are timed at construction, (E, out, in) and (E, in, out), and the faster
+one stays; the note says which. A training step would need no conversion, since a model may store its weights in
+either.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch._dynamo.config
 import torch.nn.functional as F
 
-from sonic.impls._common import Adapter, dtype_refusal, leaf
+from sonic.impls._common import Adapter, compiled, dtype_refusal, leaf
 from sonic.problem import DTYPES, Problem
 from sonic.record import Point
 
-RECOMPILES = 1 << 16
 LAYOUTS = ("out_in", "in_out")
 TRIALS = 5
 
 
-def _swiglu(h: torch.Tensor) -> torch.Tensor:
+def swiglu(h: torch.Tensor) -> torch.Tensor:
     """A (E, c, n) from H (E, c, 2n)."""
     gate, up = h.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(h.dtype)
 
 
-def _weighted_sum(y_KTd: torch.Tensor, s_KT: torch.Tensor) -> torch.Tensor:
+def weighted_sum(y_KTd: torch.Tensor, s_KT: torch.Tensor) -> torch.Tensor:
     """O (T, d) = sum over k of s * Y."""
     return (y_KTd.float() * s_KT[..., None]).sum(dim=0).to(y_KTd.dtype)
 
 
-def _plain_sum(dx_KTd: torch.Tensor) -> torch.Tensor:
+def plain_sum(dx_KTd: torch.Tensor) -> torch.Tensor:
     """dX (T, d) = sum over k of dX~."""
     return dx_KTd.float().sum(dim=0).to(dx_KTd.dtype)
 
 
-def _d_swiglu(h: torch.Tensor, da: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dH (E, c, 2n), A' = s * A (E, c, n) and dS (E, c) from H, dA' = dO W2 (both unweighted) and the scores s (E, c)."""
+def d_swiglu(h: torch.Tensor, da: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dH (E, c, 2n), A' = s * A (E, c, n) and dS (E, c) from H, the unweighted dA' = dO W2 and scores s (E, c)."""
     gate, up = h.float().chunk(2, dim=-1)
     da, s = da.float(), s[..., None]
     sigmoid = gate.sigmoid()
@@ -58,52 +59,49 @@ def _d_swiglu(h: torch.Tensor, da: torch.Tensor, s: torch.Tensor) -> tuple[torch
     return dh.to(h.dtype), (a * s).to(h.dtype), (da * a).sum(dim=-1)
 
 
-def _compiled(function: Callable) -> Callable:
-    """The function through torch.compile when its first argument lies on a CUDA device, itself otherwise."""
-    fused = torch.compile(function, fullgraph=True, dynamic=False)
-
-    def call(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        if not tensors[0].is_cuda:
-            return function(*tensors)
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILES, accumulated_recompile_limit=RECOMPILES):
-            return fused(*tensors)
-
-    return call
-
-
-swiglu, weighted_sum, plain_sum, d_swiglu = map(_compiled, (_swiglu, _weighted_sum, _plain_sum, _d_swiglu))
+def fused(function: Callable, *tensors: torch.Tensor) -> Any:
+    """What `function` returns, as one compiled kernel on a CUDA device."""
+    return (compiled(function) if tensors[0].is_cuda else function)(*tensors)
 
 
 class _Bound(torch.autograd.Function):
-    """The bound as one differentiable step of x, scores and both weights; the gathered x and dO are constants beside it."""
+    """The bound as one differentiable step of x, scores and weights, computed from arranged copies of x, dO and scores.
+
+    x_Td (T, d) and s_TK (T, K) only receive gradients. w1 and w2 are (E, 2n, d) and (E, d, n), or with `in_out`
+    (E, d, 2n) and (E, n, d). x_Ecd and do_Ecd are the gathered rows; s_KT the scores in the rows' order.
+    """
 
     @staticmethod
-    def forward(ctx, x_Td, s_TK, w1, w2, x_Ecd, do_Ecd, in_out):
-        """w1 and w2 are (E, 2n, d) and (E, d, n), or with `in_out` (E, d, 2n) and (E, n, d)."""
-        T, K = s_TK.shape
-        E, c, d = x_Ecd.shape
-        s_KT = s_TK.T.contiguous().float()
-        h = torch.bmm(x_Ecd, w1 if in_out else w1.mT)
-        y = torch.bmm(swiglu(h), w2 if in_out else w2.mT)
-        ctx.save_for_backward(x_Ecd, do_Ecd, w1, w2, h, s_KT)
-        ctx.in_out = in_out
-        return weighted_sum(y.view(K, T, d), s_KT)
-
-    @staticmethod
-    def backward(ctx, _):
-        """Uses the dO gathered at construction; the incoming gradient is the same dO in token order."""
-        x_Ecd, do_Ecd, w1, w2, h, s_KT = ctx.saved_tensors
+    def forward(
+        ctx: Any,
+        x_Td: torch.Tensor,
+        s_TK: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        x_Ecd: torch.Tensor,
+        do_Ecd: torch.Tensor,
+        s_KT: torch.Tensor,
+        in_out: bool,
+    ) -> torch.Tensor:
         K, T = s_KT.shape
-        E, c, d = x_Ecd.shape
+        h = torch.bmm(x_Ecd, w1 if in_out else w1.mT)
+        y = torch.bmm(fused(swiglu, h), w2 if in_out else w2.mT)
+        ctx.save_for_backward(x_Ecd, do_Ecd, s_KT, w1, w2, h)
+        ctx.in_out = in_out
+        return fused(weighted_sum, y.view(K, T, -1), s_KT)
+
+    @staticmethod
+    def backward(ctx: Any, _do_Td: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The incoming gradient is the same dO in token order; its gathered copy is used."""
+        x_Ecd, do_Ecd, s_KT, w1, w2, h = ctx.saved_tensors
+        K, T = s_KT.shape
         da = torch.bmm(do_Ecd, w2.mT if ctx.in_out else w2)
-        dh, a, ds = d_swiglu(h, da, s_KT.view(E, c))
+        dh, a, ds = fused(d_swiglu, h, da, s_KT.view(h.shape[:2]))
         if ctx.in_out:
-            dw2, dw1 = torch.bmm(a.mT, do_Ecd), torch.bmm(x_Ecd.mT, dh)
-            dx = torch.bmm(dh, w1.mT)
+            dw2, dw1, dx = torch.bmm(a.mT, do_Ecd), torch.bmm(x_Ecd.mT, dh), torch.bmm(dh, w1.mT)
         else:
-            dw2, dw1 = torch.bmm(do_Ecd.mT, a), torch.bmm(dh.mT, x_Ecd)
-            dx = torch.bmm(dh, w1)
-        return plain_sum(dx.view(K, T, d)), ds.view(K, T).T, dw1, dw2, None, None, None
+            dw2, dw1, dx = torch.bmm(do_Ecd.mT, a), torch.bmm(dh.mT, x_Ecd), torch.bmm(dh, w1)
+        return fused(plain_sum, dx.view(K, T, -1)), ds.view(K, T).T, dw1, dw2, None, None, None, None
 
 
 class Impl(Adapter):
@@ -129,13 +127,14 @@ class Impl(Adapter):
         # Each slot's rows hold all tokens in turn, so the gather is K copies one behind the other.
         self._x_Ecd = problem.x_Td.repeat(K, 1).view(E, -1, shape.d)
         self._do_Ecd = problem.do_Td.repeat(K, 1).view(E, -1, shape.d)
-        self._layout = "out_in"
+        self._s_KT = problem.scores_TK.T.contiguous()
         if problem.device.type == "cuda":
-            self._layout = self._faster(backward=point.mode == "fwd_bwd")
-        self._use(self._layout)
-        self.note = f"upper bound, no router, no gather; weights ({self._layout}), the faster of two layouts"
-        if problem.device.type != "cuda":
-            self.note = "upper bound, no router, no gather; weights (out_in), layouts not compared on a CPU"
+            self._use(self._faster(backward=point.mode == "fwd_bwd"))
+            choice = "the faster of two layouts"
+        else:
+            self._use(LAYOUTS[0])
+            choice = "layouts not compared on a CPU"
+        self.note = f"upper bound, no router, no gather; weights ({self._layout}), {choice}"
 
     def _use(self, layout: str) -> None:
         """Builds the weights' leaves in the given layout."""
@@ -164,13 +163,13 @@ class Impl(Adapter):
         return min(best, key=best.__getitem__)
 
     def forward(self) -> torch.Tensor:
-        return _Bound.apply(
-            self.x_Td, self.scores_TK, self.w1_E2nd, self.w2_Edn, self._x_Ecd, self._do_Ecd, self._layout == "in_out"
-        )
+        arranged = (self._x_Ecd, self._do_Ecd, self._s_KT)
+        leaves = (self.x_Td, self.scores_TK, self.w1_E2nd, self.w2_Edn)
+        return _Bound.apply(*leaves, *arranged, self._layout == "in_out")
 
     def weights(self) -> Sequence[torch.Tensor]:
-        # The gathered x and dO were there before the call, like weights.
-        return (self.w1_E2nd, self.w2_Edn, self._x_Ecd, self._do_Ecd)
+        # The arranged copies were there before the call, like weights.
+        return (self.w1_E2nd, self.w2_Edn, self._x_Ecd, self._do_Ecd, self._s_KT)
 
     def grads(self) -> dict[str, torch.Tensor]:
         found = super().grads()

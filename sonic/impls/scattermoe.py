@@ -1,9 +1,9 @@
 """ScatterMoE (https://github.com/shawntan/scattermoe, Apache-2.0), `scattermoe.mlp.GLUMLP`, read at commit 47b5e15.
 
-Pure Triton, one tile configuration per kernel; from git only, not on a package index. The package has no router, so `layer`
-gets the harness's plain one. Its first weight keeps the n up rows before the n gate rows, so they are swapped once, outside
-the timing; a model that stores them so never converts. Scores enter its kernels in the dtype of x. It counts tokens per
-expert with `torch.bincount`, which makes the host wait for the device.
+Pure Triton, one tile configuration per kernel; from git only, not on a package index. The package has no router, so
+`layer` gets the harness's plain one. Its first weight keeps the n up rows before the n gate rows, so they are swapped
+once, outside the timing; a model that stores them so never converts. Scores enter its kernels in the dtype of x. It
+counts tokens per expert with `torch.bincount`, which makes the host wait for the device.
 """
 
 from __future__ import annotations

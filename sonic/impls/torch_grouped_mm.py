@@ -1,9 +1,10 @@
-"""PyTorch's grouped matrix multiplication, eager: what a user gets from `torch.nn.functional.grouped_mm` (torch >= 2.10).
+"""PyTorch's grouped matrix multiplication, eager: what a user gets from `torch.nn.functional.grouped_mm` (torch >=
+2.10).
 
-Sort the (token, slot) pairs by expert, gather x, grouped GEMM, SiLU * up, grouped GEMM, weight by the scores, put the rows
-back into token order and sum over the K slots. No host sync. Weights are read where they lie, as transposed views.
-Limits: bf16 on CUDA; bf16, fp16 and fp32 on a CPU; rows of every operand must be multiples of 16 bytes, so d and n multiples
-of 8 in 16 bits. `torch_grouped_mm_compiled` runs the same functions through torch.compile.
+Sort the (token, slot) pairs by expert, gather x, grouped GEMM, SiLU * up, grouped GEMM, weight by the scores, put the
+rows back into token order and sum over the K slots. No host sync. Weights are read where they lie, as transposed
+views. Limits: bf16 on CUDA; bf16, fp16 and fp32 on a CPU; rows of every operand must be multiples of 16 bytes, so d
+and n multiples of 8 in 16 bits. `torch_grouped_mm_compiled` runs the same functions through torch.compile.
 """
 
 from __future__ import annotations
@@ -47,8 +48,6 @@ def layer(
 
 class Impl(Adapter):
     family = "torch"
-    _experts = staticmethod(experts)
-    _layer = staticmethod(layer)
 
     @staticmethod
     def available() -> str | None:
@@ -70,5 +69,5 @@ class Impl(Adapter):
 
     def forward(self) -> torch.Tensor:
         if self.layer:
-            return self._layer(self.x_Td, self.router_w_Ed, self.K, self.w1_E2nd, self.w2_Edn)
-        return self._experts(self.x_Td, self.ids_TK, self.scores_TK, self.w1_E2nd, self.w2_Edn)
+            return layer(self.x_Td, self.router_w_Ed, self.K, self.w1_E2nd, self.w2_Edn)
+        return experts(self.x_Td, self.ids_TK, self.scores_TK, self.w1_E2nd, self.w2_Edn)

@@ -1,8 +1,9 @@
-"""Plain PyTorch, one expert after the other: what a first implementation looks like, and the yardstick of the gate's limits.
+"""Plain PyTorch, one expert after the other: what a first implementation looks like, and the yardstick of the gate's
+limits.
 
-For each expert: the tokens that chose it (a host sync to learn how many), two matrix multiplications, SwiGLU between them,
-and the score-weighted result added to the output. Any device and dtype. Slow by construction when E is large; an expert without
-tokens costs its launches all the same.
+For each expert: the tokens that chose it (a host sync to learn how many), two matrix multiplications, SwiGLU between
+them, and the score-weighted result added to the output. Any device and dtype. Slow by construction when E is large; an
+expert without tokens costs its launches all the same.
 """
 
 from __future__ import annotations

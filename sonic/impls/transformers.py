@@ -1,9 +1,11 @@
-"""Hugging Face transformers (Apache-2.0, https://github.com/huggingface/transformers), `Qwen3MoeSparseMoeBlock`, read at 5.17.0.
+"""Hugging Face transformers (Apache-2.0, https://github.com/huggingface/transformers), `Qwen3MoeSparseMoeBlock`, read
+at 5.17.0.
 
-The block that a model loaded with `from_pretrained` runs, with its own router: softmax over all experts in fp32, top-K,
-renormalised, scores rounded to the dtype of x. Its weights lie as here: gate rows, then up rows, (E, 2n, d) and (E, d, n).
-`experts_implementation` is `grouped_mm`, the package's default, and its per-expert loop `eager` where grouped_mm refuses the
-dtype or the alignment; the note says which ran. Versions before 5 keep a module per expert and are not supported.
+The block that a model loaded with `from_pretrained` runs, with its own router: softmax over all experts in fp32,
+top-K, renormalised, scores rounded to the dtype of x. Its weights lie as here: gate rows, then up rows, (E, 2n, d) and
+(E, d, n). `experts_implementation` is `grouped_mm`, the package's default, and its per-expert loop `eager` where
+grouped_mm refuses the dtype or the alignment; the note says which ran. Versions before 5 keep a module per expert and
+are not supported.
 """
 
 from __future__ import annotations

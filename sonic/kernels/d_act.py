@@ -51,6 +51,7 @@ def configs(dtype: torch.dtype, n: int) -> list[Tile]:
     if dtype == torch.float32:
         return [Tile(64, 64, 32, stages=3, warps=4, store="pointer")]
     tiles = [
+        Tile(128, 128, 64, stages=3, split=4, ctas=2, store="pointer"),
         Tile(128, 128, 64, stages=4, split=2, store="pointer"),
         Tile(128, 128, 64, stages=4, split=2),
         Tile(128, 128, 64, stages=4, split=4),
@@ -63,21 +64,24 @@ def configs(dtype: torch.dtype, n: int) -> list[Tile]:
 
 @triton.jit
 def _d_swiglu_chunk(
-    da_prime, scores, h_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, row0, end, rows, col, n,
-    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, STORE_TMA: tl.constexpr,
+    da_prime, scores, h_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, row0, end, col, n,
+    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, STORE_TMA: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
     """dH and A' of a chunk of columns, written; returns the chunk's part of dS."""
     dtype: tl.constexpr = dh_ptr.dtype.element_ty
     cols = col + tl.arange(0, CHUNK)
-    mask = (rows < end)[:, None] & (cols < n)[None, :]
-    at = rows.to(tl.int64)[:, None] * (2 * n) + cols[None, :]
-    gate = tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(h_ptr + at + n, mask=mask, other=0.0).to(tl.float32)
+    row = tl.arange(0, BLOCK_M)
+    inside = row < end - row0
+    mask = inside[:, None] if EVEN_N else inside[:, None] & (cols < n)[None, :]
+    # 64 bits only in the tile's first address: within a tile 32 are enough, and cost half the registers
+    at = row[:, None] * (2 * n) + cols[None, :]
+    first = tl.cast(row0, tl.int64) * n
+    gate = tl.load(h_ptr + 2 * first + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(h_ptr + 2 * first + n + at, mask=mask, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     silu = gate * sigmoid
     a = silu * up
-    # dA' is finite only where it was computed from this expert's rows
-    ds = tl.sum(tl.where(mask, da_prime * a, 0.0), axis=1)
+    ds = tl.sum(da_prime * a, axis=1)
     da = da_prime * scores[:, None]
     dgate = narrow(da * up * (sigmoid + silu * (1.0 - sigmoid)), dtype)
     dup = narrow(da * silu, dtype)
@@ -88,21 +92,42 @@ def _d_swiglu_chunk(
         dh_desc.store([c0, c1, c2, 1, col], tl.reshape(dup, (1, 1, BLOCK_M, 1, CHUNK)))
         ap_desc.store([c0, c1, c2, col], tl.reshape(a_prime, (1, 1, BLOCK_M, CHUNK)))
     else:
-        tl.store(dh_ptr + at, dgate, mask=mask)
-        tl.store(dh_ptr + at + n, dup, mask=mask)
-        tl.store(ap_ptr + rows.to(tl.int64)[:, None] * n + cols[None, :], a_prime, mask=mask)
+        tl.store(dh_ptr + 2 * first + at, dgate, mask=mask)
+        tl.store(dh_ptr + 2 * first + n + at, dup, mask=mask)
+        tl.store(ap_ptr + first + row[:, None] * n + cols[None, :], a_prime, mask=mask)
     return ds
+
+
+@triton.jit
+def _d_swiglu(
+    da_prime, scores, h_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, row0, end, col, n,
+    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, STORE_TMA: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """`_d_swiglu_chunk` over SPLIT chunks of WIDTH columns, halved until one is left: fewer values live at once."""
+    if SPLIT == 1:
+        return _d_swiglu_chunk(
+            da_prime, scores, h_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, row0, end, col, n, BLOCK_M, WIDTH, STORE_TMA, EVEN_N
+        )
+    else:
+        left, right = halves(da_prime, BLOCK_M, WIDTH)
+        ds = _d_swiglu(
+            left, scores, h_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, row0, end, col, n,
+            BLOCK_M, WIDTH // 2, SPLIT // 2, STORE_TMA, EVEN_N,
+        )  # fmt: skip
+        return ds + _d_swiglu(
+            right, scores, h_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, row0, end, col + WIDTH // 2, n,
+            BLOCK_M, WIDTH // 2, SPLIT // 2, STORE_TMA, EVEN_N,
+        )  # fmt: skip
 
 
 @triton.jit
 def _d_act_kernel(
     do_ptr, w2_ptr, w2_desc, h_ptr, scores_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, ds_ptr, gather_ptr, map_ptr,
-    R, d, n, limit, stride_do, stride_we, stride_wd, stride_wn,
-    FUSED: tl.constexpr, TMA: tl.constexpr, STORE_TMA: tl.constexpr, EVEN_D: tl.constexpr,
+    R, d, n: tl.constexpr, limit, stride_do, stride_we, stride_wd, stride_wn,
+    FUSED: tl.constexpr, TMA: tl.constexpr, STORE_TMA: tl.constexpr, EVEN_D: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    CHUNK: tl.constexpr = BLOCK_N // SPLIT
     num_m = tl.load(map_ptr + 3 * limit)
     num_n = tl.cdiv(n, BLOCK_N)
     steps = tl.cdiv(d, BLOCK_K)
@@ -135,32 +160,10 @@ def _d_act_kernel(
             acc = dot(do, w, acc)
         if FUSED:
             scores = tl.load(scores_ptr + rows, mask=inside, other=0.0)
-            ds = tl.zeros((BLOCK_M,), dtype=tl.float32)
-            if SPLIT == 1:
-                ds += _d_swiglu_chunk(
-                    acc, scores, h_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, row0, end, rows, col0, n, BLOCK_M, CHUNK, STORE_TMA
-                )  # fmt: skip
-            else:
-                left, right = halves(acc, BLOCK_M, BLOCK_N)
-                for side in tl.static_range(2):
-                    half = left if side == 0 else right
-                    at_col = col0 + side * (BLOCK_N // 2)
-                    if SPLIT == 2:
-                        ds += _d_swiglu_chunk(
-                            half, scores, h_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, row0, end, rows, at_col, n,
-                            BLOCK_M, CHUNK, STORE_TMA,
-                        )  # fmt: skip
-                    else:
-                        tl.static_assert(SPLIT == 4)
-                        first, second = halves(half, BLOCK_M, BLOCK_N // 2)
-                        ds += _d_swiglu_chunk(
-                            first, scores, h_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, row0, end, rows, at_col, n,
-                            BLOCK_M, CHUNK, STORE_TMA,
-                        )  # fmt: skip
-                        ds += _d_swiglu_chunk(
-                            second, scores, h_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, row0, end, rows, at_col + CHUNK, n,
-                            BLOCK_M, CHUNK, STORE_TMA,
-                        )  # fmt: skip
+            ds = _d_swiglu(
+                acc, scores, h_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, row0, end, col0, n,
+                BLOCK_M, BLOCK_N, SPLIT, STORE_TMA, EVEN_N,
+            )  # fmt: skip
             tl.store(ds_ptr + n_tile.to(tl.int64) * R + rows, ds, mask=inside)
         else:
             cols = col0 + tl.arange(0, BLOCK_N)
@@ -196,7 +199,7 @@ def _launch(
         ap, ragged(ap, [tile.m, chunk]) if store_tma else None,
         ds, meta.gather_idx_R if gather else None, tiles.table,
         R, d, n, tiles.limit, do.stride(0), *w2_Edn.stride(),
-        fused, tma, store_tma, d % tile.k == 0, tile.m, tile.n, tile.k, tile.split,
+        fused, tma, store_tma, d % tile.k == 0, n % tile.n == 0, tile.m, tile.n, tile.k, tile.split,
         tile.group, tile.flatten, num_sms(do.device) * tile.ctas, **tile.options(),
     )  # fmt: skip
     return dh, ap, ds
@@ -220,7 +223,7 @@ def d_act(
     E, d, n = w2_Edn.shape
     if tile is None:
         rerun = partial(d_act, do, w2_Edn, h_R2n, scores_R, meta, gather=gather)
-        tile = tuning.choose("d_act", d, n, E, do.dtype, configs(do.dtype, n), rerun)
+        tile = tuning.choose("d_act", d, n, E, do.dtype, lambda: configs(do.dtype, n), rerun)
     return _launch(do, w2_Edn, h_R2n, scores_R, meta, gather, tile)
 
 
@@ -248,7 +251,7 @@ def d_act_gemm(
     E, d, n = w2_Edn.shape
     if tile is None:
         rerun = partial(d_act_gemm, do, w2_Edn, meta, gather=gather)
-        tile = tuning.choose("d_act_gemm", d, n, E, do.dtype, configs(do.dtype, n), rerun)
+        tile = tuning.choose("d_act_gemm", d, n, E, do.dtype, lambda: configs(do.dtype, n), rerun)
     return _launch(do, w2_Edn, None, None, meta, gather, tile)[1]
 
 
@@ -274,7 +277,8 @@ def d_act_gemm_torch(
 def _d_swiglu_kernel(
     da_ptr, h_ptr, scores_ptr, dh_ptr, ap_ptr, ds_ptr, R, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row0 = tl.program_id(0) * BLOCK_M
+    rows = row0 + tl.arange(0, BLOCK_M)
     inside = rows < R
     scores = tl.load(scores_ptr + rows, mask=inside, other=0.0)
     ds = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -283,7 +287,7 @@ def _d_swiglu_kernel(
         mask = inside[:, None] & (cols < n)[None, :]
         da = tl.load(da_ptr + rows.to(tl.int64)[:, None] * n + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         ds += _d_swiglu_chunk(
-            da, scores, h_ptr, dh_ptr, None, ap_ptr, None, 0, R, rows, col, n, BLOCK_M, BLOCK_N, False
+            da, scores, h_ptr, dh_ptr, None, ap_ptr, None, row0, R, col, n, BLOCK_M, BLOCK_N, False, False
         )  # fmt: skip
     tl.store(ds_ptr + rows, ds, mask=inside)
 

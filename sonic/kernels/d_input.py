@@ -23,7 +23,7 @@ def d_input(
     E, _, n, d = w1_E2nd.shape
     if tile is None:
         rerun = partial(d_input, dh_R2n, w1_E2nd, meta, into=into)
-        tile = tuning.choose("d_input", d, n, E, dh_R2n.dtype, configs(dh_R2n.dtype, d), rerun)
+        tile = tuning.choose("d_input", d, n, E, dh_R2n.dtype, lambda: configs(dh_R2n.dtype, d), rerun)
     return grouped_gemm(dh_R2n.view(-1, 2, n), w1_E2nd, meta, tile, k_major=False, into=into, scores=None)
 
 

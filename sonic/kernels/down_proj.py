@@ -29,7 +29,7 @@ def down_proj(
     E, d, n = w2_Edn.shape
     if tile is None:
         rerun = partial(down_proj, a_Rn, w2_Edn, meta, into=into, scores=scores)
-        tile = tuning.choose("down_proj", d, n, E, a_Rn.dtype, configs(a_Rn.dtype, d), rerun)
+        tile = tuning.choose("down_proj", d, n, E, a_Rn.dtype, lambda: configs(a_Rn.dtype, d), rerun)
     return grouped_gemm(a_Rn[:, None], w2_Edn[:, None], meta, tile, k_major=True, into=into, scores=scores)
 
 

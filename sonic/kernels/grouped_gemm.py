@@ -83,8 +83,9 @@ def _grouped_gemm_kernel(
             h = step // steps if H > 1 else 0
             k0 = (step % steps if H > 1 else step) * BLOCK_K
             if TMA:
-                # rows past the expert's end are the next expert's: multiplied, never stored
-                a = tl.reshape(a_desc.load([row0, h, k0]), (BLOCK_M, BLOCK_K))
+                # rows past the expert's end are the next expert's: multiplied, never stored. Columns past k_size meet zeros
+                # of B. A is described in two axes: reshaped to a matrix it gets one buffer too few (triton 3.6, a race)
+                a = a_desc.load([row0, h * k_size + k0])
                 if K_MAJOR:
                     b = tl.reshape(b_desc.load([expert, h, col0, k0]), (BLOCK_N, BLOCK_K)).T
                 else:
@@ -144,7 +145,7 @@ def grouped_gemm(
     tiles = meta.tile_map(tile.m)
     block_b = [1, 1, tile.n, tile.k] if k_major else [1, 1, tile.k, tile.n]
     _grouped_gemm_kernel[persistent_grid(a_RHk.device, tile, tiles.limit * cdiv(d, tile.n))](
-        a_RHk, descriptor(a_RHk, [tile.m, 1, tile.k]) if tma else None, b, descriptor(b, block_b) if tma else None,
+        a_RHk, descriptor(a_RHk.view(R, H * k), [tile.m, tile.k]) if tma else None, b, descriptor(b, block_b) if tma else None,
         y, ragged(y, [tile.m, tile.n // tile.split]) if store_tma else None,
         meta.slot_idx_R, meta.gather_idx_R, scores, tiles.table,
         k, d, tiles.limit, stride_e, stride_h, stride_bk, stride_bd,

@@ -71,12 +71,12 @@ def entry(kernel: str, d: int, n: int, E: int, dtype: torch.dtype) -> str:
 
 
 def choose(
-    kernel: str, d: int, n: int, E: int, dtype: torch.dtype, candidates: list[Tile], run: Callable[..., object]
+    kernel: str, d: int, n: int, E: int, dtype: torch.dtype, candidates: Callable[[], list[Tile]], run: Callable[..., object]
 ) -> Tile:
-    """The tile for a kernel at these sizes; `run(tile=...)` launches it once on the caller's tensors."""
+    """The tile for a kernel at these sizes, out of `candidates()`; `run(tile=...)` launches it once on the caller's tensors."""
     at = (kernel, d, n, E, dtype)
     if at not in _chosen:
-        _chosen[at] = _decide(entry(*at), candidates, run)
+        _chosen[at] = _decide(entry(*at), candidates(), run)
     return _chosen[at]
 
 

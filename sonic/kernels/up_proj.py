@@ -106,6 +106,9 @@ def _up_proj_kernel(
         gate, up = halves(acc, BLOCK_M, BLOCK_N)
         cols = col0 + tl.arange(0, HALF)
         mask = inside[:, None] & (cols < n)[None, :]
+        # 64 bits only in the tile's first address: within a tile 32 are enough, and cost half the registers
+        first = tl.cast(row0, tl.int64)
+        row = tl.arange(0, BLOCK_M)
         if WITH_H:
             if STORE_TMA:
                 # one block shape for all three stores, so that they share one staging buffer
@@ -113,7 +116,7 @@ def _up_proj_kernel(
                 h_desc.store([c0, c1, c2, 0, col0], tl.reshape(narrow(gate, dtype), (1, 1, BLOCK_M, 1, HALF)))
                 h_desc.store([c0, c1, c2, 1, col0], tl.reshape(narrow(up, dtype), (1, 1, BLOCK_M, 1, HALF)))
             else:
-                h = h_ptr + rows.to(tl.int64)[:, None] * (2 * n) + cols[None, :]
+                h = h_ptr + first * 2 * n + row[:, None] * (2 * n) + cols[None, :]
                 tl.store(h, narrow(gate, dtype), mask=mask)
                 tl.store(h + n, narrow(up, dtype), mask=mask)
         if WITH_ACT:
@@ -122,7 +125,7 @@ def _up_proj_kernel(
                 c0, c1, c2 = ragged_coords(row0, end)
                 a_desc.store([c0, c1, c2, 0, col0], tl.reshape(a, (1, 1, BLOCK_M, 1, HALF)))
             else:
-                tl.store(a_ptr + rows.to(tl.int64)[:, None] * n + cols[None, :], a, mask=mask)
+                tl.store(a_ptr + first * n + row[:, None] * n + cols[None, :], a, mask=mask)
 
 
 def up_proj(
@@ -148,7 +151,7 @@ def up_proj(
         return h, a
     if tile is None:
         rerun = partial(up_proj, x, w1_E2nd, meta, gather=gather, with_act=with_act, with_h=with_h)
-        tile = tuning.choose("up_proj", d, n, E, x.dtype, configs(x.dtype, n), rerun)
+        tile = tuning.choose("up_proj", d, n, E, x.dtype, lambda: configs(x.dtype, n), rerun)
     check_fits(tile, x.element_size())
     half = tile.n // 2
     tma = tma_ready(w1_E2nd)

@@ -168,7 +168,7 @@ def weight_grad_1(
     E, _, n, d = out_E2nd.shape
     if tile is None:
         rerun = partial(weight_grad_1, x, dh_R2n, out_E2nd, meta, gather=gather)
-        tile = tuning.choose("weight_grad_1", d, n, E, x.dtype, configs(x.dtype, d), rerun)
+        tile = tuning.choose("weight_grad_1", d, n, E, x.dtype, lambda: configs(x.dtype, d), rerun)
     return _weight_grad(dh_R2n.view(-1, 2, n), x, out_E2nd, meta, tile, q_rows=False, gather=gather)
 
 
@@ -197,7 +197,7 @@ def weight_grad_2(
     E, d, n = out_Edn.shape
     if tile is None:
         rerun = partial(weight_grad_2, do, ap_Rn, out_Edn, meta, gather=gather)
-        tile = tuning.choose("weight_grad_2", d, n, E, do.dtype, configs(do.dtype, n), rerun)
+        tile = tuning.choose("weight_grad_2", d, n, E, do.dtype, lambda: configs(do.dtype, n), rerun)
     _weight_grad(ap_Rn[:, None], do, out_Edn[:, None], meta, tile, q_rows=True, gather=gather)
     return out_Edn
 
