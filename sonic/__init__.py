@@ -1,6 +1,6 @@
 """sonic: how fast, how small and why a Mixture-of-Experts layer is.
 
-`MoE`, `moe`, `experts` and `route` come from `sonic.layer` on first use, so that importing a shape needs no torch.
+`MoE`, `moe` and `experts` come from `sonic.layer` on first use, so that importing a shape needs no torch.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sonic.layer import MoE, experts, moe, route
+    from sonic.layer import MoE, experts, moe
 
-__all__ = ["MoE", "__version__", "experts", "moe", "route"]
+__all__ = ["MoE", "__version__", "experts", "moe"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    if name in ("MoE", "experts", "moe", "route"):
+    if name in ("MoE", "experts", "moe"):
         from sonic import layer
 
         return getattr(layer, name)

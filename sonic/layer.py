@@ -1,21 +1,22 @@
 """The Mixture-of-Experts layer: `MoE`, `moe` and `experts`, with the backward of the paper (Algorithms 2, 3 and 5).
 
 Kept for the backward: X, H, scores and ids (T, K), the row of every slot and the experts' offsets; nothing else. Y, A, A',
-dH and dXt live inside one pass. Forward and backward are `torch.library` operators with fake kernels, so that
-`torch.compile(fullgraph=True)` sees two opaque calls; nothing waits for the device, so CUDA graphs can capture them.
+dH and dXt live inside one pass. Under `torch.compile` forward and backward are two `torch.library` operators with fake
+kernels, so that `fullgraph=True` works; nothing waits for the device, so CUDA graphs can capture them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from sonic.kernels import aggregate as _aggregate
 from sonic.kernels import d_act as _d_act
@@ -135,21 +136,6 @@ def resolve_family(family: Family, device: torch.device, dtype: torch.dtype) -> 
     return family
 
 
-def _operator(name: str) -> Callable[[Callable], Callable]:
-    """Register a function as the operator sonic::<name> and return the operator.
-
-    The lower-level calls of `torch.library`: `custom_op` checks its outputs for aliases on every call, about a millisecond.
-    """
-
-    def register(function: Callable) -> Callable:
-        qualified = f"sonic::{name}"
-        torch.library.define(qualified, torch.library.infer_schema(function, mutates_args=()))
-        torch.library.impl(qualified, ("cpu", "cuda"), function)
-        return getattr(torch.ops.sonic, name)
-
-    return register
-
-
 def _rows(t: Tensor) -> Tensor:
     """A matrix whose rows are contiguous and apart, copied only if it is not so already."""
     if t.stride(-1) == 1 and (t.shape[0] <= 1 or t.stride(0) >= t.shape[1]):
@@ -157,20 +143,32 @@ def _rows(t: Tensor) -> Tensor:
     return t.contiguous()
 
 
-@_operator("experts_forward")
-def _experts_forward(
-    x: Tensor, ids: Tensor, scores: Tensor, w1: Tensor, w2: Tensor, choices: str, keep_h: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """O (T, d), H (R, 2n; empty unless kept), row of every slot (R,), offsets (E+1,)."""
-    c = Choices.decode(choices)
+class Kept(NamedTuple):
+    """What a forward hands to its backward, beside the inputs; H is empty when no backward will come."""
+
+    h: Tensor
+    ids: Tensor
+    scores: Tensor
+    row_idx: Tensor
+    offsets: Tensor
+
+
+def _forward(
+    x: Tensor, router_w: Tensor | None, ids: Tensor | None, scores: Tensor | None, w1: Tensor, w2: Tensor,
+    K: int, c: Choices, keep: bool,
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    """O (T, d): routed by router_w, or by ids and scores (T, K) where it is None."""
     steps = c.steps
-    T, K = ids.shape
+    if router_w is not None:
+        logits = F.linear(x.to(router_w.dtype), router_w)
+        scores, ids = steps.router_topk(logits, K)
+    T = ids.shape[0]
     meta = steps.metadata(ids, w1.shape[0])
     x = _rows(x)
     fused = c.gather == "fused"
     rows = x if fused else steps.gather_rows(x, meta.gather_idx_R)
     if c.activation == "fused":
-        h, a = steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_h=keep_h, **c.tile("up_proj"))
+        h, a = steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_h=keep, **c.tile("up_proj"))
     else:
         h, _ = steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_act=False, **c.tile("up_proj"))
         a = steps.swiglu(h)
@@ -181,38 +179,26 @@ def _experts_forward(
         o = steps.aggregate(steps.down_proj(a, w2, meta, into="slots", **tile), None, scores, T, K)
     else:
         o = steps.down_proj(a, w2, meta, into="tokens", scores=scores, **tile).to(x.dtype)
-    return o, h if keep_h else x.new_empty(0), meta.row_idx_R, meta.offsets_E1
+    return o, Kept(h if keep else x.new_empty(0), ids, scores, meta.row_idx_R, meta.offsets_E1)
 
 
-@torch.library.register_fake("sonic::experts_forward")
-def _(x, ids, scores, w1, w2, choices, keep_h):  # noqa: ANN001, ANN202
-    index = ids.new_empty(ids.numel(), dtype=torch.int32)
-    h = x.new_empty(ids.numel(), w1.shape[1]) if keep_h else x.new_empty(0)
-    return x.new_empty(x.shape), h, index, ids.new_empty(w1.shape[0] + 1, dtype=torch.int32)
-
-
-@_operator("experts_backward")
-def _experts_backward(
-    do: Tensor, x: Tensor, h: Tensor, scores: Tensor, row_idx: Tensor, offsets: Tensor, w1: Tensor, w2: Tensor,
-    choices: str, needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dX, dS, dW1, dW2; an empty tensor stands for one that nobody needs (`needs`, in this order)."""
-    c = Choices.decode(choices)
+def _backward(
+    do: Tensor, x: Tensor, router_w: Tensor | None, w1: Tensor, w2: Tensor, kept: Kept, c: Choices, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """dX, the routing's gradient (router_w's, or dS without a router), dW1, dW2; None for one that nobody needs."""
     steps = c.steps
-    T, K = scores.shape
-    need_x, need_scores, need_w1, need_w2 = needs
-    dx, dscores, dw1, dw2 = (x.new_empty(0) for _ in needs)
-    meta, scores_R = steps.restore(row_idx, offsets, scores)
+    need_x, need_routing, need_w1, need_w2 = needs
+    dx = drouting = dw1 = dw2 = None
+    T, K = kept.scores.shape
+    meta, scores_R = steps.restore(kept.row_idx, kept.offsets, kept.scores)
     fused = c.gather == "fused"
     x, do = _rows(x), _rows(do)
     do_rows = do if fused else steps.gather_rows(do, meta.gather_idx_R)
     if c.activation == "fused":
-        dh, ap, ds = steps.d_act(do_rows, w2, h, scores_R, meta, gather=fused, **c.tile("d_act"))
+        dh, ap, ds = steps.d_act(do_rows, w2, kept.h, scores_R, meta, gather=fused, **c.tile("d_act"))
     else:
         da = steps.d_act_gemm(do_rows, w2, meta, gather=fused, **c.tile("d_act"))
-        dh, ap, ds = steps.d_swiglu(da, h, scores_R)
-    if need_scores:
-        dscores = steps.d_scores(ds, row_idx).view(T, K)
+        dh, ap, ds = steps.d_swiglu(da, kept.h, scores_R)
     if need_w2:
         dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
         steps.weight_grad_2(do_rows, ap, dw2, meta, gather=fused, **c.tile("weight_grad_2"))
@@ -220,7 +206,7 @@ def _experts_backward(
         tile = c.tile("d_input")
         w1_view = c.w1_view(w1)
         if c.aggregate == "gather_sum":
-            dx = steps.aggregate(steps.d_input(dh, w1_view, meta, **tile), row_idx, None, T, K)
+            dx = steps.aggregate(steps.d_input(dh, w1_view, meta, **tile), kept.row_idx, None, T, K)
         elif c.aggregate == "scatter_sum":
             dx = steps.aggregate(steps.d_input(dh, w1_view, meta, into="slots", **tile), None, None, T, K)
         else:
@@ -229,106 +215,146 @@ def _experts_backward(
         dw1 = torch.empty(w1.shape, dtype=w1.dtype, device=w1.device)
         x_rows = x if fused else steps.gather_rows(x, meta.gather_idx_R)
         steps.weight_grad_1(x_rows, dh, c.w1_view(dw1), meta, gather=fused, **c.tile("weight_grad_1"))
-    return dx, dscores, dw1, dw2
+    if need_routing or (need_x and router_w is not None):
+        drouting = steps.d_scores(ds, kept.row_idx).view(T, K)
+        if router_w is not None:
+            E, dtype = router_w.shape[0], router_w.dtype
+            dlogits = steps.router_topk_backward(drouting, kept.scores, kept.ids, E, dtype)
+            if need_x:
+                dx = torch.addmm(dx, dlogits, router_w) if dtype == dx.dtype else dx + (dlogits @ router_w).to(dx.dtype)
+            drouting = dlogits.T @ x.to(dtype) if need_routing else None
+    return [dx, drouting, dw1, dw2]
 
 
-@torch.library.register_fake("sonic::experts_backward")
-def _(do, x, h, scores, row_idx, offsets, w1, w2, choices, needs):  # noqa: ANN001, ANN202
-    likes = zip(needs, (x, scores, w1, w2), strict=True)
-    return tuple(t.new_empty(t.shape) if need else x.new_empty(0) for need, t in likes)
+class _Layer(torch.autograd.Function):
+    """The layer in eager mode: an operator of `torch.library` would add a third to the host's time."""
+
+    @staticmethod
+    def forward(ctx, x, router_w, ids, scores, w1, w2, K, c, keep) -> Tensor:  # noqa: ANN001
+        o, kept = _forward(x, router_w, ids, scores, w1, w2, K, c, keep)
+        if keep:
+            ctx.save_for_backward(x, router_w, w1, w2, *kept)
+            ctx.choices = c
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):  # noqa: ANN001, ANN205
+        x, router_w, w1, w2, *kept = ctx.saved_tensors
+        routing = 1 if router_w is not None else 3
+        needs = [ctx.needs_input_grad[i] for i in (0, routing, 4, 5)]
+        dx, drouting, dw1, dw2 = _backward(do, x, router_w, w1, w2, Kept(*kept), ctx.choices, needs)
+        drouter, dscores = (drouting, None) if router_w is not None else (None, drouting)
+        return dx, drouter, None, dscores, dw1, dw2, None, None, None
 
 
-def _keep_experts(ctx, inputs, output) -> None:  # noqa: ANN001
-    x, _ids, scores, w1, w2, ctx.choices, keep_h = inputs
-    _o, h, row_idx, offsets = output
+@torch.library.custom_op("sonic::forward", mutates_args=())
+def _forward_op(
+    x: Tensor, router_w: Tensor | None, ids: Tensor | None, scores: Tensor | None, w1: Tensor, w2: Tensor,
+    K: int, choices: str, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """O and what is kept; ids and scores are empty where they were inputs, which an operator must not return."""
+    o, kept = _forward(x, router_w, ids, scores, w1, w2, K, Choices.decode(choices), keep)
+    if router_w is None:
+        kept = kept._replace(ids=ids.new_empty(0), scores=scores.new_empty(0))
+    return o, *kept
+
+
+@_forward_op.register_fake
+def _(x, router_w, ids, scores, w1, w2, K, choices, keep):  # noqa: ANN001, ANN202
+    R = x.shape[0] * K
+    index = lambda size: x.new_empty(size, dtype=torch.int32)  # noqa: E731
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    routed = (x.shape[0], K) if router_w is not None else (0,)
+    h = x.new_empty(R, w1.shape[1]) if keep else x.new_empty(0)
+    return x.new_empty(x.shape), h, index(routed), x.new_empty(routed, dtype=wide), index(R), index(w1.shape[0] + 1)
+
+
+@torch.library.custom_op("sonic::backward", mutates_args=())
+def _backward_op(
+    do: Tensor, x: Tensor, router_w: Tensor | None, w1: Tensor, w2: Tensor, h: Tensor, ids: Tensor, scores: Tensor,
+    row_idx: Tensor, offsets: Tensor, choices: str, needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `_backward`; an empty tensor stands for a gradient that nobody needs."""
+    kept = Kept(h, ids, scores, row_idx, offsets)
+    grads = _backward(do, x, router_w, w1, w2, kept, Choices.decode(choices), needs)
+    return tuple(g if g is not None else x.new_empty(0) for g in grads)
+
+
+@_backward_op.register_fake
+def _(do, x, router_w, w1, w2, h, ids, scores, row_idx, offsets, choices, needs):  # noqa: ANN001, ANN202
+    likes = (x, scores if router_w is None else router_w, w1, w2)
+    return tuple(t.new_empty(t.shape) if need else x.new_empty(0) for need, t in zip(needs, likes, strict=True))
+
+
+def _keep_for_op(ctx, inputs, output) -> None:  # noqa: ANN001
+    x, router_w, ids, scores, w1, w2, _K, ctx.choices, keep = inputs
+    _o, *kept = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(h, row_idx, offsets)
-    if keep_h:
-        ctx.save_for_backward(x, h, scores, row_idx, offsets, w1, w2)
+    ctx.mark_non_differentiable(*kept)
+    if keep:
+        kept = Kept(*kept) if router_w is not None else Kept(*kept)._replace(ids=ids, scores=scores)
+        ctx.save_for_backward(x, router_w, w1, w2, *kept)
 
 
-def _experts_gradient(ctx, do, _dh, _drow_idx, _doffsets):  # noqa: ANN001, ANN202
-    if do is None:
-        return (None,) * 7
-    needs = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4)]
-    grads = _experts_backward(do, *ctx.saved_tensors, ctx.choices, needs)
-    dx, dscores, dw1, dw2 = (g if need else None for g, need in zip(grads, needs, strict=True))
-    return dx, None, dscores, dw1, dw2, None, None
+def _op_gradient(ctx, do, *_kept):  # noqa: ANN001, ANN202
+    x, router_w, w1, w2, *kept = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[i] for i in (0, 1 if router_w is not None else 3, 4, 5)]
+    grads = _backward_op(do, x, router_w, w1, w2, *kept, ctx.choices, needs)
+    dx, drouting, dw1, dw2 = (g if need else None for g, need in zip(grads, needs, strict=True))
+    drouter, dscores = (drouting, None) if router_w is not None else (None, drouting)
+    return dx, drouter, None, dscores, dw1, dw2, None, None, None
 
 
-torch.library.register_autograd("sonic::experts_forward", _experts_gradient, setup_context=_keep_experts)
+_forward_op.register_autograd(_op_gradient, setup_context=_keep_for_op)
 
 
-@_operator("route")
-def _route(logits: Tensor, K: int, family: str) -> tuple[Tensor, Tensor]:
-    """Scores (T, K) and ids (T, K) int32 of the K largest logits."""
-    return FAMILIES[family].router_topk(_rows(logits), K)
+def _run(
+    x: Tensor, router_w: Tensor | None, ids: Tensor | None, scores: Tensor | None, w1: Tensor, w2: Tensor, K: int,
+    c: Choices,
+) -> Tensor:  # fmt: skip
+    """The operator under `torch.compile`, the autograd function otherwise."""
+    inputs = (x, router_w, scores, w1, w2)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    w1, w2 = (w if w.stride(-1) == 1 else w.contiguous() for w in (w1, w2))
+    if torch.compiler.is_compiling():
+        return _forward_op(x, router_w, ids, scores, w1, w2, K, c.encoded, keep)[0]
+    return _Layer.apply(x, router_w, ids, scores, w1, w2, K, c, keep)
 
 
-@torch.library.register_fake("sonic::route")
-def _(logits, K, family):  # noqa: ANN001, ANN202
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    size = (logits.shape[0], K)
-    return logits.new_empty(size, dtype=wide), logits.new_empty(size, dtype=torch.int32)
-
-
-@_operator("route_backward")
-def _route_backward(
-    dscores: Tensor, scores: Tensor, ids: Tensor, E: int, dtype: torch.dtype, family: str
-) -> Tensor:
-    """dlogits (T, E) in dtype."""
-    return FAMILIES[family].router_topk_backward(dscores.contiguous(), scores, ids, E, dtype)
-
-
-@torch.library.register_fake("sonic::route_backward")
-def _(dscores, scores, ids, E, dtype, family):  # noqa: ANN001, ANN202
-    return scores.new_empty((scores.shape[0], E), dtype=dtype)
-
-
-def _keep_route(ctx, inputs, output) -> None:  # noqa: ANN001
-    logits, _K, ctx.family = inputs
-    scores, ids = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(ids)
-    ctx.E, ctx.dtype = logits.shape[1], logits.dtype
-    ctx.save_for_backward(scores, ids)
-
-
-def _route_gradient(ctx, dscores, _dids):  # noqa: ANN001, ANN202
-    if dscores is None:
-        return None, None, None
-    return _route_backward(dscores, *ctx.saved_tensors, ctx.E, ctx.dtype, ctx.family), None, None
-
-
-torch.library.register_autograd("sonic::route", _route_gradient, setup_context=_keep_route)
-
-
-def _check_experts(x: Tensor, ids: Tensor, scores: Tensor, w1: Tensor, w2: Tensor) -> None:
+def _check(x: Tensor, w1: Tensor, w2: Tensor, K: int, **routing: Tensor) -> None:
     """Raise ValueError naming the tensor, its shape or dtype and what was expected."""
-    for name, tensor, axes in (("x", x, 2), ("ids", ids, 2), ("scores", scores, 2), ("w1", w1, 3), ("w2", w2, 3)):
+    for name, tensor, axes in (("x", x, 2), ("w1", w1, 3), ("w2", w2, 3)):
         if tensor.dim() != axes:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have {axes} axes")
     T, d = x.shape
-    E, n2, K = w1.shape[0], w1.shape[1], ids.shape[1]
-    expected = {"ids": (T, K), "scores": (T, K), "w1": (E, n2, d), "w2": (E, d, n2 // 2)}
-    for (name, shape), tensor in zip(expected.items(), (ids, scores, w1, w2), strict=True):
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; with x {(T, d)}, w1 {tuple(w1.shape)} it must be {shape}")
+    E, n2 = w1.shape[:2]
     if n2 % 2:
         raise ValueError(f"w1 has {n2} rows per expert; gate and up need an even number")
     if not 1 <= K <= min(E, MAX_K) or E > MAX_E:
         raise ValueError(f"K is {K} and E is {E}; K must lie in 1..min(E, {MAX_K}) and E in 1..{MAX_E}")
+    expected = {"w1": (E, n2, d), "w2": (E, d, n2 // 2), "ids": (T, K), "scores": (T, K), "router_w": (E, d)}
+    for name, tensor in {"w1": w1, "w2": w2, **routing}.items():
+        if tuple(tensor.shape) != expected[name]:
+            sizes = f"x {(T, d)} and w1 {tuple(w1.shape)}"
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; with {sizes} it must be {expected[name]}")
     for name, tensor in (("w1", w1), ("w2", w2)):
         if tensor.dtype != x.dtype:
             raise ValueError(f"{name} is {tensor.dtype} and x is {x.dtype}; they must agree")
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"ids is {ids.dtype}; it must be int32 or int64")
+    for name, tensor in {"w1": w1, "w2": w2, **routing}.items():
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; they must be on one device")
 
 
-def _experts(x: Tensor, ids: Tensor, scores: Tensor, w1: Tensor, w2: Tensor, choices: str) -> Tensor:
-    keep_h = torch.is_grad_enabled() and any(t.requires_grad for t in (x, scores, w1, w2))
-    w1, w2 = (w if w.stride(-1) == 1 else w.contiguous() for w in (w1, w2))
-    return _experts_forward(x, ids.int().contiguous(), scores, w1, w2, choices, keep_h)[0]
+def _choose(family: Family, w1_layout: W1Layout, choices: Choices | None, x: Tensor) -> Choices:
+    """The choices asked for, or the plain ones of a family and layout that can run on x."""
+    if choices is not None:
+        resolve_family(choices.family, x.device, x.dtype)
+        return choices
+    at = (resolve_family(family, x.device, x.dtype), w1_layout)
+    if at not in _PLAIN:
+        raise ValueError(f"w1_layout is {w1_layout!r}; allowed: concat, interleaved")
+    return _PLAIN[at]
 
 
 def experts(
@@ -347,28 +373,18 @@ def experts(
     x (T, d); ids (T, K) integer, distinct per token, in [0, E); scores (T, K), weights of the sum, differentiable;
     w1 (E, 2n, d), gate rows then up rows (`w1_layout="concat"`) or alternating ("interleaved"); w2 (E, d, n). Any strides;
     weights without a contiguous last axis are copied on every call. `choices` picks kernels and wins over family and layout.
-    Raises ValueError for shapes, dtypes or a family that do not fit. Paper Algorithms 2 and 3.
+    Raises ValueError for shapes, dtypes or a family that do not fit. Ids are not looked at, which would wait for the
+    device. Paper Algorithms 2 and 3.
     """
-    _check_experts(x, ids, scores, w1, w2)
-    if choices is None:
-        at = (resolve_family(family, x.device, x.dtype), w1_layout)
-        if at not in _PLAIN:
-            raise ValueError(f"w1_layout is {w1_layout!r}; allowed: concat, interleaved")
-        choices = _PLAIN[at]
+    if ids.dim() != 2:
+        raise ValueError(f"ids has shape {tuple(ids.shape)}; it must be (T, K)")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"ids is {ids.dtype}; it must be int32 or int64")
+    K = ids.shape[1]
+    _check(x, w1, w2, K, ids=ids, scores=scores)
+    c = _choose(family, w1_layout, choices, x)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return _experts(x, ids, scores.to(wide).contiguous(), w1, w2, choices.encoded)
-
-
-def route(x: Tensor, router_w: Tensor, K: int, *, family: Family = "auto") -> tuple[Tensor, Tensor]:
-    """Scores (T, K) fp32 and ids (T, K) int32: softmax over the K largest of the logits x router_w^T (paper section 4.3).
-
-    x (T, d), router_w (E, d). Ties go to the lower expert. Raises ValueError for K outside 1..min(E, 64).
-    """
-    E = router_w.shape[0]
-    if not 1 <= K <= min(E, MAX_K) or E > MAX_E:
-        raise ValueError(f"K is {K} and E is {E}; K must lie in 1..min(E, {MAX_K}) and E in 1..{MAX_E}")
-    logits = F.linear(x.to(router_w.dtype), router_w)
-    return _route(logits, K, resolve_family(family, x.device, logits.dtype))
+    return _run(x, None, ids.int().contiguous(), scores.to(wide).contiguous(), w1, w2, K, c)
 
 
 def moe(
@@ -382,13 +398,15 @@ def moe(
     family: Family = "auto",
     choices: Choices | None = None,
 ) -> Tensor:
-    """The whole layer: route every token to K of E experts and sum what they return.
+    """The whole layer: softmax over the K largest of the logits x router_w^T, K of E experts, and their weighted sum.
 
-    x (..., d); router_w (E, d); w1, w2 and the rest as in `experts`. Returns the shape of x.
+    x (..., d); router_w (E, d), in the dtype of x or a wider one; w1, w2, layout, family and choices as in `experts`. Ties
+    go to the lower expert. Returns the shape of x. Paper section 2 and Algorithm 2.
     """
     flat = x.reshape(-1, x.shape[-1])
-    scores, ids = route(flat, router_w, K, family=family if choices is None else choices.family)
-    return experts(flat, ids, scores, w1, w2, w1_layout=w1_layout, family=family, choices=choices).view(x.shape)
+    _check(flat, w1, w2, K, router_w=router_w)
+    c = _choose(family, w1_layout, choices, x)
+    return _run(flat, router_w, None, None, w1, w2, K, c).view(x.shape)
 
 
 class MoE(nn.Module):

@@ -96,7 +96,8 @@ def check_fits(tile: Tile, itemsize: int) -> None:
 def capped(tiles: list[Tile], n: int) -> list[Tile]:
     """The tiles with their width cut to the columns that exist, without repeats."""
     widest = max(16, triton.next_power_of_2(n))
-    return list(dict.fromkeys(replace(t, n=min(t.n, widest)) for t in tiles))
+    cut = (t if t.n <= widest else replace(t, n=widest, split=min(t.split, max(1, widest // 32))) for t in tiles)
+    return list(dict.fromkeys(cut))
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:

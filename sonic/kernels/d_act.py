@@ -45,19 +45,18 @@ from sonic.shapes import Shape
 
 
 def configs(dtype: torch.dtype, n: int) -> list[Tile]:
-    """Tiles worth trying: the epilogue holds dA', gate and up at once, so blocks stay at 128 columns and are cut in chunks."""
+    """Tiles worth trying: two programs per SM, one's epilogue under the other's loop; the epilogue holds dA', gate and up at
+    once, so it runs in chunks of 16 columns to stay in 128 registers."""
     if INTERPRET:
         return [Tile(64, 64, 64)]
     if dtype == torch.float32:
         return [Tile(64, 64, 32, stages=3, warps=4, store="pointer")]
     tiles = [
-        Tile(128, 128, 64, stages=3, split=4, ctas=2, store="pointer"),
+        Tile(128, 128, 64, stages=3, split=8, ctas=2, store="pointer", group=4),
+        Tile(128, 128, 64, stages=3, split=8, ctas=2, store="pointer"),
+        Tile(128, 128, 64, stages=3, split=8, ctas=2),
         Tile(128, 128, 64, stages=4, split=2, store="pointer"),
-        Tile(128, 128, 64, stages=4, split=2),
-        Tile(128, 128, 64, stages=4, split=4),
-        Tile(128, 128, 64, stages=4, split=2, flatten=True),
-        Tile(128, 64, 64, stages=4, split=2, ctas=2, store="pointer"),
-        Tile(128, 128, 64, stages=3, split=2),
+        Tile(128, 64, 64, stages=4, split=4, warps=4, ctas=2, store="pointer"),
     ]
     return capped(tiles, n)
 
@@ -123,7 +122,7 @@ def _d_swiglu(
 @triton.jit
 def _d_act_kernel(
     do_ptr, w2_ptr, w2_desc, h_ptr, scores_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, ds_ptr, gather_ptr, map_ptr,
-    R, d, n: tl.constexpr, limit, stride_do, stride_we, stride_wd, stride_wn,
+    R, d: tl.constexpr, n: tl.constexpr, limit, stride_do, stride_we, stride_wd, stride_wn,
     FUSED: tl.constexpr, TMA: tl.constexpr, STORE_TMA: tl.constexpr, EVEN_D: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr, PROGRAMS: tl.constexpr,

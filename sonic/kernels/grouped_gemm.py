@@ -40,18 +40,17 @@ Into = Literal["rows", "slots", "tokens"]
 
 
 def configs(dtype: torch.dtype, d: int) -> list[Tile]:
-    """Tiles worth trying: the wide one for long contractions, two small programs per SM to hide the epilogue."""
+    """Tiles worth trying: the wide one, whose next loads start under its epilogue, or two small programs per SM."""
     if INTERPRET:
         return [Tile(64, 64, 64)]
     if dtype == torch.float32:
         return [Tile(64, 64, 32, stages=3, warps=4, store="pointer")]
     tiles = [
-        Tile(128, 256, 64, stages=4, split=2),
-        Tile(128, 256, 64, stages=3, split=2),
-        Tile(128, 256, 64, stages=4, split=2, group=4),
-        Tile(128, 256, 64, stages=3, flatten=True),
+        Tile(128, 256, 64, stages=4, split=2, flatten=True),
         Tile(128, 256, 64, stages=3, split=2, flatten=True),
-        Tile(128, 128, 64, stages=4, flatten=True),
+        Tile(128, 256, 64, stages=3, flatten=True),
+        Tile(128, 256, 64, stages=3, split=2),
+        Tile(128, 256, 64, stages=4, split=2, flatten=True, group=4),
         Tile(128, 128, 64, stages=3, warps=4, ctas=2),
     ]
     return capped(tiles, d)
@@ -60,7 +59,7 @@ def configs(dtype: torch.dtype, d: int) -> list[Tile]:
 @triton.jit
 def _grouped_gemm_kernel(
     a_ptr, a_desc, b_ptr, b_desc, y_ptr, y_desc, slot_idx_ptr, gather_ptr, scores_ptr, map_ptr,
-    k_size, d, limit, stride_be, stride_bh, stride_bk, stride_bd,
+    k_size: tl.constexpr, d: tl.constexpr, limit, stride_be, stride_bh, stride_bk, stride_bd,
     H: tl.constexpr, K_MAJOR: tl.constexpr, INTO: tl.constexpr, TMA: tl.constexpr, STORE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr, PROGRAMS: tl.constexpr,

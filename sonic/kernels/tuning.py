@@ -2,8 +2,8 @@
 
 Choices for known cards are committed in `tuned/<gpu>.json`; a user's own go to the folder `SONIC_CACHE` (default
 `~/.cache/sonic`). The key holds kernel, d, n, E, dtype and triton version, never T or R, which change with every batch.
-`mode`: `cached` looks the choice up and else takes the kernel's first candidate, `full` measures the candidates where
-nothing is known and keeps the winner, `off` always takes the first candidate.
+SONIC_TUNE=cached (the default) looks the choice up and else takes the kernel's first candidate, `full` measures the
+candidates where nothing is known and keeps the winner, `off` always takes the first candidate.
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ from triton.runtime.errors import OutOfResources
 from sonic.kernels.common import INTERPRET, Tile
 
 _COMMITTED = Path(__file__).parent / "tuned"
-_mode = "cached"
 #: Seconds spent in measuring candidates by this process.
 tune_seconds = 0.0
 _chosen: dict[tuple, Tile] = {}
 
 
-def set_mode(mode: str) -> None:
-    """`cached`, `full` or `off`. ValueError otherwise."""
-    global _mode
-    if mode not in ("cached", "full", "off"):
-        raise ValueError(f"tune is {mode!r}; allowed: cached, full, off")
-    if mode != _mode:
-        _chosen.clear()
-    _mode = mode
+def mode() -> str:
+    """`cached`, `full` or `off`, from the environment variable SONIC_TUNE. ValueError for anything else."""
+    value = os.environ.get("SONIC_TUNE", "cached")
+    if value not in ("cached", "full", "off"):
+        raise ValueError(f"SONIC_TUNE is {value!r}; allowed: cached, full, off")
+    return value
 
 
 def gpu_slug(name: str) -> str:
@@ -82,11 +79,11 @@ def choose(
 
 def _decide(key: str, candidates: list[Tile], run: Callable[..., object]) -> Tile:
     card = _card()
-    if card is None or _mode == "off":
+    if card is None or mode() == "off":
         return candidates[0]
     known = _known(card)
     if key not in known:
-        if _mode == "cached":
+        if mode() == "cached":
             return candidates[0]
         known[key] = _measure(candidates, run)
         _keep(user_file(card), key, known[key])

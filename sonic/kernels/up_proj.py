@@ -49,12 +49,11 @@ def configs(dtype: torch.dtype, n: int) -> list[Tile]:
     if dtype == torch.float32:
         return [Tile(64, 64, 32, stages=3, warps=4, store="pointer")]
     tiles = [
-        Tile(128, 256, 64, stages=4),
-        Tile(128, 256, 64, stages=3),
-        Tile(128, 256, 64, stages=3, group=4),
-        Tile(128, 256, 64, stages=4, group=16),
+        Tile(128, 256, 64, stages=4, flatten=True, group=4),
         Tile(128, 256, 64, stages=4, flatten=True),
-        Tile(128, 128, 64, stages=4, store="pointer"),
+        Tile(128, 256, 64, stages=3, group=4),
+        Tile(128, 256, 64, stages=4),
+        Tile(128, 256, 64, stages=4, group=4),
         Tile(128, 128, 64, stages=3, ctas=2),
     ]
     return capped(tiles, 2 * n)
@@ -63,7 +62,7 @@ def configs(dtype: torch.dtype, n: int) -> list[Tile]:
 @triton.jit
 def _up_proj_kernel(
     x_ptr, w1_ptr, w1_desc, h_ptr, h_desc, a_ptr, a_desc, gather_ptr, map_ptr,
-    n, d, limit, stride_x, stride_we, stride_wh, stride_wn, stride_wd,
+    n: tl.constexpr, d: tl.constexpr, limit, stride_x, stride_we, stride_wh, stride_wn, stride_wd,
     WITH_H: tl.constexpr, WITH_ACT: tl.constexpr, TMA: tl.constexpr, STORE_TMA: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr, PROGRAMS: tl.constexpr,

@@ -44,13 +44,11 @@ def configs(dtype: torch.dtype, columns: int) -> list[Tile]:
     if dtype == torch.float32:
         return [Tile(64, 64, 32, stages=3, warps=4, store="pointer")]
     tiles = [
+        Tile(128, 128, 64, stages=3, warps=4, ctas=2),
+        Tile(128, 128, 64, stages=3, warps=4, ctas=2, split=2),
         Tile(128, 256, 64, stages=3, split=2),
         Tile(128, 256, 64, stages=4, split=2),
-        Tile(128, 256, 64, stages=4, split=2, group=4),
-        Tile(256, 128, 64, stages=4, split=2),
-        Tile(128, 256, 32, stages=6, split=2),
-        Tile(128, 128, 64, stages=5),
-        Tile(128, 128, 64, stages=3, warps=4, ctas=2, split=2),
+        Tile(128, 256, 64, stages=3),
     ]
     return capped(tiles, columns)
 
@@ -58,7 +56,7 @@ def configs(dtype: torch.dtype, columns: int) -> list[Tile]:
 @triton.jit
 def _weight_grad_kernel(
     p_ptr, p_desc, q_ptr, out_ptr, out_desc, gather_ptr, offsets_ptr,
-    E, n, d, stride_q, stride_oe, stride_oh, stride_on, stride_od,
+    E, n: tl.constexpr, d: tl.constexpr, stride_q, stride_oe, stride_oh, stride_on, stride_od,
     H: tl.constexpr, Q_ROWS: tl.constexpr, TMA: tl.constexpr, STORE_TMA: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
