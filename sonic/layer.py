@@ -124,7 +124,9 @@ def resolve_family(family: Family, device: torch.device, dtype: torch.dtype) -> 
     if dtype not in _TRITON_DTYPES:
         reason = f"dtype is {dtype}; the triton family runs bf16, fp16 and fp32 (use family='torch')"
     elif device.type != "cuda" and not INTERPRET:
-        reason = f"device is {device}; the triton family needs a GPU, or TRITON_INTERPRET=1 set before triton is imported"
+        reason = (
+            f"device is {device}; the triton family needs a GPU, or TRITON_INTERPRET=1 set before triton is imported"
+        )
     elif device.type == "cuda" and INTERPRET:
         reason = "TRITON_INTERPRET=1 is set; it runs kernels on the CPU, so move the tensors there or unset it"
     if family == "auto":
@@ -183,7 +185,14 @@ def _forward(
 
 
 def _backward(
-    do: Tensor, x: Tensor, router_w: Tensor | None, w1: Tensor, w2: Tensor, kept: Kept, c: Choices, needs: Sequence[bool]
+    do: Tensor,
+    x: Tensor,
+    router_w: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    kept: Kept,
+    c: Choices,
+    needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """dX, the routing's gradient (router_w's, or dS without a router), dW1, dW2; None for one that nobody needs."""
     steps = c.steps

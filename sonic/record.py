@@ -26,14 +26,33 @@ from sonic.shapes import Shape
 SCHEMA = 1
 
 Status = Literal[
-    "ok", "unavailable", "unsupported", "oom", "skipped_oom", "out_of_resources", "wrong", "failed", "crashed", "timeout"
+    "ok",
+    "unavailable",
+    "unsupported",
+    "oom",
+    "skipped_oom",
+    "out_of_resources",
+    "wrong",
+    "failed",
+    "crashed",
+    "timeout",
 ]
 #: Statuses that end a sweep with exit code 0.
 EXPECTED = frozenset({"ok", "unavailable", "unsupported", "oom", "skipped_oom", "out_of_resources"})
 #: Statuses that a second run does not measure again.
 FINAL = frozenset({"ok", "unsupported", "oom", "skipped_oom", "out_of_resources", "wrong"})
 
-KERNEL_OPS = ("router_topk", "metadata", "up_proj", "down_proj", "aggregate", "d_act", "d_input", "weight_grad_1", "weight_grad_2")
+KERNEL_OPS = (
+    "router_topk",
+    "metadata",
+    "up_proj",
+    "down_proj",
+    "aggregate",
+    "d_act",
+    "d_input",
+    "weight_grad_1",
+    "weight_grad_2",
+)
 Op = Literal[
     "layer", "experts",
     "router_topk", "metadata", "up_proj", "down_proj", "aggregate", "d_act", "d_input", "weight_grad_1", "weight_grad_2",

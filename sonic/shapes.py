@@ -87,4 +87,6 @@ class Shape:
             return replace(self, E=int(E))
         below = int(E)
         names = ", ".join(f"rho={Fraction(self.K, e)} (E={e})" for e in (below, below + 1))
-        raise ValueError(f"shape.rho is {rho}: E = K/rho = {float(E):g} with K={self.K} must be an integer; nearest: {names}")
+        raise ValueError(
+            f"shape.rho is {rho}: E = K/rho = {float(E):g} with K={self.K} must be an integer; nearest: {names}"
+        )

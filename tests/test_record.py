@@ -221,7 +221,7 @@ def test_effective_drops_only_what_the_adapter_does_not_take() -> None:
 
 
 def test_the_key_tells_apart_what_must_not_be_mixed() -> None:
-    def key(point=make_point(), version="1", gpu="cpu", method=1, interpreter=True, knobs=("tile.m",)):  # noqa: ANN001, ANN202, B008
+    def key(point=make_point(), version="1", gpu="cpu", method=1, interpreter=True, knobs=("tile.m",)):  # noqa: B008
         return point_key(point, version, gpu, method, interpreter, knobs)
 
     base = key()

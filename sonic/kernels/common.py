@@ -90,7 +90,9 @@ def check_fits(tile: Tile, itemsize: int) -> None:
     """Raise OutOfResources when the ring of operand blocks alone exceeds Hopper's shared memory."""
     need = tile.stages * (tile.m + tile.n) * tile.k * itemsize
     if need > SMEM_LIMIT:
-        raise OutOfResources(need, SMEM_LIMIT, f"shared memory of tile {tile.m}x{tile.n}x{tile.k} with {tile.stages} stages")
+        raise OutOfResources(
+            need, SMEM_LIMIT, f"shared memory of tile {tile.m}x{tile.n}x{tile.k} with {tile.stages} stages"
+        )
 
 
 def capped(tiles: list[Tile], n: int) -> list[Tile]:

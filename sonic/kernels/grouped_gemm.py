@@ -122,7 +122,14 @@ def _grouped_gemm_kernel(
 
 
 def grouped_gemm(
-    a_RHk: torch.Tensor, b: torch.Tensor, meta: Metadata, tile: Tile, *, k_major: bool, into: Into, scores: torch.Tensor | None
+    a_RHk: torch.Tensor,
+    b: torch.Tensor,
+    meta: Metadata,
+    tile: Tile,
+    *,
+    k_major: bool,
+    into: Into,
+    scores: torch.Tensor | None,
 ) -> torch.Tensor:
     """Rows of every expert times its matrix; see the module.
 

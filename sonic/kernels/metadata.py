@@ -186,9 +186,7 @@ def metadata_torch(ids_TK: torch.Tensor, E: int) -> Metadata:
 
 
 @triton.jit
-def _restore_kernel(
-    row_idx_ptr, scores_ptr, slot_idx_ptr, gather_idx_ptr, scores_R_ptr, R, K, BLOCK: tl.constexpr
-):
+def _restore_kernel(row_idx_ptr, scores_ptr, slot_idx_ptr, gather_idx_ptr, scores_R_ptr, R, K, BLOCK: tl.constexpr):
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = slot < R
     row = tl.load(row_idx_ptr + slot, mask=mask, other=0)

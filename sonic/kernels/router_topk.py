@@ -63,7 +63,9 @@ def _topk_backward_kernel(
     k = tl.arange(0, K_PAD)
     at = t.to(tl.int64)[:, None] * K + k[None, :]
     mask = (t < T)[:, None] & (k < K)[None, :]
-    dot = tl.sum(tl.load(dscores_ptr + at, mask=mask, other=0.0) * tl.load(scores_ptr + at, mask=mask, other=0.0), axis=1)
+    dot = tl.sum(
+        tl.load(dscores_ptr + at, mask=mask, other=0.0) * tl.load(scores_ptr + at, mask=mask, other=0.0), axis=1
+    )
     row = tl.zeros((BLOCK_T, E_PAD), tl.float32)
     first = t.to(tl.int64) * K
     for i in tl.static_range(K):

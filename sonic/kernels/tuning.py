@@ -55,11 +55,11 @@ def user_file(card: str) -> Path:
 @cache
 def _known(card: str) -> dict[str, Tile]:
     """Committed choices, with a user's own laid over them."""
-    known: dict[str, Tile] = {}
+    tiles: dict[str, Tile] = {}
     for path in (_COMMITTED / f"{card}.json", user_file(card)):
         if path.exists():
-            known |= {key: Tile(**value) for key, value in json.loads(path.read_text()).items()}
-    return known
+            tiles |= {key: Tile(**value) for key, value in json.loads(path.read_text()).items()}
+    return tiles
 
 
 def entry(kernel: str, d: int, n: int, E: int, dtype: torch.dtype) -> str:
@@ -68,7 +68,13 @@ def entry(kernel: str, d: int, n: int, E: int, dtype: torch.dtype) -> str:
 
 
 def choose(
-    kernel: str, d: int, n: int, E: int, dtype: torch.dtype, candidates: Callable[[], list[Tile]], run: Callable[..., object]
+    kernel: str,
+    d: int,
+    n: int,
+    E: int,
+    dtype: torch.dtype,
+    candidates: Callable[[], list[Tile]],
+    run: Callable[..., object],
 ) -> Tile:
     """The tile for a kernel at these sizes, out of `candidates()`; `run(tile=...)` launches it once on the caller's tensors."""
     at = (kernel, d, n, E, dtype)
@@ -77,17 +83,32 @@ def choose(
     return _chosen[at]
 
 
+def known(kernel: str, d: int, n: int, E: int, dtype: torch.dtype) -> Tile | None:
+    """The tile that ran at these sizes in this process, else the one in the files, else None."""
+    at = (kernel, d, n, E, dtype)
+    if at in _chosen:
+        return _chosen[at]
+    card = _card()
+    return None if card is None or mode() == "off" else _known(card).get(entry(*at))
+
+
+def measured(kernel: str, d: int, n: int, E: int, dtype: torch.dtype) -> bool:
+    """Whether the files hold a choice for these sizes on this card."""
+    card = _card()
+    return card is not None and entry(kernel, d, n, E, dtype) in _known(card)
+
+
 def _decide(key: str, candidates: list[Tile], run: Callable[..., object]) -> Tile:
     card = _card()
     if card is None or mode() == "off":
         return candidates[0]
-    known = _known(card)
-    if key not in known:
+    tiles = _known(card)
+    if key not in tiles:
         if mode() == "cached":
             return candidates[0]
-        known[key] = _measure(candidates, run)
-        _keep(user_file(card), key, known[key])
-    return known[key]
+        tiles[key] = _measure(candidates, run)
+        _keep(user_file(card), key, tiles[key])
+    return tiles[key]
 
 
 def _measure(candidates: list[Tile], run: Callable[..., object]) -> Tile:
@@ -111,8 +132,8 @@ def _keep(path: Path, key: str, tile: Tile) -> None:
     """Add one choice to a user's file; several processes may tune at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
-        known = json.loads(path.read_text()) if path.exists() else {}
-        known[key] = asdict(tile)
+        tiles = json.loads(path.read_text()) if path.exists() else {}
+        tiles[key] = asdict(tile)
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        partial.write_text(json.dumps(tiles, indent=1, sort_keys=True) + "\n")
         partial.replace(path)

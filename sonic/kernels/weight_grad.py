@@ -143,7 +143,9 @@ def _weight_grad(
     block_p, block_q = (tile.n, tile.m) if q_rows else (tile.m, tile.n)
     tma = tma_ready(p_RHn)
     store_tma = tile.store == "tma" and tma_ready(out)
-    stride_e, stride_h, stride_d, stride_n = out.stride() if q_rows else (*out.stride()[:2], out.stride(3), out.stride(2))
+    stride_e, stride_h, stride_d, stride_n = (
+        out.stride() if q_rows else (*out.stride()[:2], out.stride(3), out.stride(2))
+    )
     _weight_grad_kernel[persistent_grid(q.device, tile, E * H * cdiv(n, block_p) * cdiv(d, block_q))](
         p_RHn, ragged(p_RHn, [tile.k, 1, block_p]) if tma else None, q,
         out, descriptor(out, [1, 1, tile.m, tile.n // tile.split]) if store_tma else None,

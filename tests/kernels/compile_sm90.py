@@ -59,7 +59,7 @@ def captured(call: Callable[[], object]) -> list[Launch]:
     return launches
 
 
-def compiled(launch: Launch):  # noqa: ANN201 (triton's own type)
+def compiled(launch: Launch):
     """Compile a launch as the just-in-time compiler would specialise it."""
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(launch.kernel.params):
@@ -81,12 +81,14 @@ def compiled(launch: Launch):  # noqa: ANN201 (triton's own type)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
 
 
-def counted(kernel) -> dict[str, int]:  # noqa: ANN001
+def counted(kernel) -> dict[str, int]:
     """Registers, shared memory and instruction counts of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = subprocess.run([_BIN / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
+        usage = subprocess.run(
+            [_BIN / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
         sass = subprocess.run([_BIN / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
     registers = re.search(r"REG:(\d+)", usage.stdout + usage.stderr)
     count = lambda name: len(re.findall(rf"\b{name}", sass))  # noqa: E731
@@ -134,7 +136,12 @@ def main(chosen: str = "") -> None:
         begun = time.perf_counter()
         counts = counted(compiled(launches[-1]))
         fits = counts["shared"] <= SMEM_LIMIT
-        print(json.dumps({"kernel": name, "tile": str(tile), **counts, "fits": fits, "s": round(time.perf_counter() - begun, 1)}), flush=True)
+        print(
+            json.dumps(
+                {"kernel": name, "tile": str(tile), **counts, "fits": fits, "s": round(time.perf_counter() - begun, 1)}
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,288 @@
+"""Our layer: both kernel families, every knob, and every kernel alone (`op=<kernel>`).
+
+`sonic.moe` for op=layer, `sonic.experts` for op=experts. Limits are the layer's own: E to 4096, K to 64, fp64 in the
+torch family only. `tile.*` changes the sizes that it names in the kernel's own choice, in every GEMM kernel or in
+`tile.kernel` alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import sonic
+from sonic import layer, reference
+from sonic.impls._common import Adapter, dtype_refusal
+from sonic.kernels import (
+    aggregate,
+    d_act,
+    d_input,
+    down_proj,
+    grouped_gemm,
+    metadata,
+    router_topk,
+    tuning,
+    up_proj,
+    weight_grad,
+)
+from sonic.kernels.common import SMEM_LIMIT, Cost, Tile
+from sonic.problem import DTYPES, Problem
+from sonic.record import KERNEL_OPS, KernelTime, Point
+
+#: Name of the Triton function that a step launches.
+_FUNCTIONS = {
+    "router_topk": "_topk_kernel",
+    "metadata": "_scatter_kernel",
+    "up_proj": "_up_proj_kernel",
+    "down_proj": "_grouped_gemm_kernel",
+    "aggregate": "_aggregate_kernel",
+    "d_act": "_d_act_kernel",
+    "weight_grad_2": "_weight_grad_kernel",
+    "d_input": "_grouped_gemm_kernel",
+    "weight_grad_1": "_weight_grad_kernel",
+}
+_COSTS: dict[str, Callable[..., Cost]] = {
+    "router_topk": router_topk.router_topk_cost,
+    "metadata": metadata.metadata_cost,
+    "up_proj": up_proj.up_proj_cost,
+    "down_proj": down_proj.down_proj_cost,
+    "aggregate": aggregate.aggregate_cost,
+    "d_act": d_act.d_act_cost,
+    "weight_grad_2": weight_grad.weight_grad_2_cost,
+    "d_input": d_input.d_input_cost,
+    "weight_grad_1": weight_grad.weight_grad_1_cost,
+}
+#: Steps of one pass, in the order in which the layer launches them.
+_FORWARD = ("router_topk", "metadata", "up_proj", "down_proj", "aggregate")
+_BACKWARD = ("d_act", "weight_grad_2", "d_input", "aggregate", "weight_grad_1")
+#: GEMM kernels, and what multiplies R n d in each one's FLOPs.
+_GEMMS = {"up_proj": 4, "down_proj": 2, "d_act": 2, "d_input": 4, "weight_grad_1": 4, "weight_grad_2": 2}
+
+
+def _candidates(kernel: str, dtype: torch.dtype, d: int, n: int) -> list[Tile]:
+    if kernel in ("down_proj", "d_input"):
+        return grouped_gemm.configs(dtype, d)
+    if kernel.startswith("weight_grad"):
+        return weight_grad.configs(dtype, d if kernel == "weight_grad_1" else n)
+    return {"up_proj": up_proj, "d_act": d_act}[kernel].configs(dtype, n)
+
+
+def _with_sizes(base: Tile, point: Point, itemsize: int) -> Tile:
+    """The kernel's own tile with the sizes that the point asks for; what depends on them follows."""
+    asked = point.tile
+    tile = base.override(m=asked.m, n=asked.n, k=asked.k, stages=asked.stages, warps=asked.warps)
+    ring = tile.stages * (tile.m + tile.n) * tile.k * itemsize
+    ctas = tile.ctas if tile.ctas * ring <= SMEM_LIMIT else 1
+    return replace(tile, ctas=ctas, split=min(tile.split, tile.n // 16))
+
+
+@cache
+def _source_hash() -> str:
+    """Hash of every source that can change what is measured: kernels with their tuned tiles, layer and this adapter."""
+    here = Path(sonic.__file__).parent
+    files = [here / "layer.py", Path(__file__), *(here / "kernels").rglob("*.py"), *(here / "kernels").rglob("*.json")]
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+class Impl(Adapter):
+    """`sonic` on one problem; see the module."""
+
+    KNOBS = frozenset(
+        {"knobs.family", "knobs.gather", "knobs.activation", "knobs.aggregate"}
+        | {f"tile.{name}" for name in ("m", "n", "k", "stages", "warps", "kernel")}
+    )
+    OPS = frozenset({"layer", "experts", *KERNEL_OPS})
+
+    @staticmethod
+    def version() -> str:
+        return f"{sonic.__version__}+{_source_hash()}"
+
+    @staticmethod
+    def supports(point: Point, device: torch.device) -> str | None:
+        if (refusal := dtype_refusal(point, DTYPES)) is not None:
+            return refusal
+        kernel = point.tile.kernel
+        if kernel is not None and kernel not in _GEMMS:
+            return f"tile.kernel is {kernel!r}; allowed: {', '.join(_GEMMS)}"
+        try:
+            layer.resolve_family(point.knobs.family, device, DTYPES[point.dtype])
+            Tile().override(**point.tile.model_dump(exclude={"kernel"}))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def __init__(self, problem: Problem, point: Point) -> None:
+        super().__init__(problem, point)
+        self.point, self.shape = point, problem.shape
+        self.family = layer.resolve_family(point.knobs.family, problem.device, problem.dtype)
+        knobs = point.knobs
+        self.choices = layer.Choices(
+            self.family,
+            gather=knobs.gather,
+            activation=knobs.activation,
+            aggregate=knobs.aggregate,
+            tiles=self._tiles() if self.family == "triton" else {},
+        )
+        if point.op in KERNEL_OPS:
+            self._prepare(point.op)
+
+    def _tiles(self) -> dict[str, Tile]:
+        """A tile for each kernel that the point aims at; none without a request."""
+        asked = self.point.tile
+        if not any(value is not None for value in asked.model_dump(exclude={"kernel"}).values()):
+            return {}
+        d, n, E, dtype = self.shape.d, self.shape.n, self.shape.E, self.problem.dtype
+        tiles = {}
+        for kernel in [asked.kernel] if asked.kernel else _GEMMS:
+            if self.point.op in _GEMMS and kernel != self.point.op:
+                continue
+            base = tuning.known(kernel, d, n, E, dtype) or _candidates(kernel, dtype, d, n)[0]
+            tiles[kernel] = _with_sizes(base, self.point, dtype.itemsize)
+        return tiles
+
+    def forward(self) -> torch.Tensor:
+        if self.point.op in KERNEL_OPS:
+            return self._call()
+        if self.layer:
+            return layer.moe(self.x_Td, self.router_w_Ed, self.w1_E2nd, self.w2_Edn, self.K, choices=self.choices)
+        return layer.experts(self.x_Td, self.ids_TK, self.scores_TK, self.w1_E2nd, self.w2_Edn, choices=self.choices)
+
+    # One kernel alone
+
+    def _prepare(self, op: str) -> None:
+        """The kernel's inputs, drawn in its dtype, as a call and its plain-torch twin."""
+        p, d, n = self.problem, self.shape.d, self.shape.n
+        steps, tile = self.choices.steps, self.choices.tile(op)
+        twin = layer.FAMILIES["torch"]
+        draw = torch.Generator(p.device).manual_seed(p.seed + 1)
+
+        def rows(*sizes: int) -> torch.Tensor:
+            return torch.empty(*sizes, dtype=p.dtype, device=p.device).normal_(generator=draw)
+
+        meta = steps.metadata(p.ids_TK, self.shape.E)
+        w1 = self.choices.w1_view(p.w1_E2nd)
+        scores_R = p.scores_TK.flatten()[meta.slot_idx_R.long()]
+        match op:
+            case "router_topk":
+                logits = torch.nn.functional.linear(p.x_Td, p.router_w_Ed)
+                call = lambda s: s.router_topk(logits, self.K)  # noqa: E731
+            case "metadata":
+                call = lambda s: s.metadata(p.ids_TK, self.shape.E)  # noqa: E731
+            case "up_proj":
+                call = lambda s, **t: s.up_proj(p.x_Td, w1, meta, **t)  # noqa: E731
+            case "down_proj":
+                a = rows(p.R, n)
+                call = lambda s, **t: s.down_proj(a, p.w2_Edn, meta, **t)  # noqa: E731
+            case "aggregate":
+                y = rows(p.R, d)
+                call = lambda s: s.aggregate(y, meta.row_idx_R, p.scores_TK, self.shape.T, self.K)  # noqa: E731
+            case "d_act":
+                h = rows(p.R, 2 * n)
+                call = lambda s, **t: s.d_act(p.do_Td, p.w2_Edn, h, scores_R, meta, **t)  # noqa: E731
+            case "d_input":
+                dh = rows(p.R, 2 * n)
+                call = lambda s, **t: s.d_input(dh, w1, meta, **t)  # noqa: E731
+            case "weight_grad_1":
+                dh = rows(p.R, 2 * n)
+                call = lambda s, **t: s.weight_grad_1(p.x_Td, dh, torch.empty_like(w1), meta, **t)  # noqa: E731
+            case "weight_grad_2":
+                ap = rows(p.R, n)
+                call = lambda s, **t: s.weight_grad_2(p.do_Td, ap, torch.empty_like(p.w2_Edn), meta, **t)  # noqa: E731
+        self._outputs = lambda: _tensors(call(steps, **tile), self.point.op)
+        self._twin = lambda: _tensors(call(twin), self.point.op)
+
+    def _call(self) -> torch.Tensor:
+        return self._outputs()[0]
+
+    def check(self) -> dict[str, float]:
+        """Relative error of each output of the kernel against its twin, as a multiple of what the dtype allows."""
+        floor = reference.FLOOR[self.problem.dtype]
+        got, want = self._outputs(), self._twin()
+        return {
+            f"kernel.{i}": reference.relative_error(g, w) / floor
+            for i, (g, w) in enumerate(zip(got, want, strict=True))
+        }
+
+    # What a row says beside times
+
+    def _steps(self) -> tuple[str, ...]:
+        if self.point.op in KERNEL_OPS:
+            return (self.point.op,)
+        forward = _FORWARD if self.layer else _FORWARD[1:]
+        return forward + (_BACKWARD if self.point.mode == "fwd_bwd" else ())
+
+    def _cost(self, step: str) -> Cost:
+        return _COSTS[step](self.shape, self.problem.R, self.problem.dtype.itemsize)
+
+    def _tile(self, step: str) -> Tile | None:
+        if step not in _GEMMS or self.family != "triton":
+            return None
+        shape = self.shape
+        return self.choices.tiles.get(step) or tuning.known(step, shape.d, shape.n, shape.E, self.problem.dtype)
+
+    @property
+    def kernels_cost(self) -> list[KernelTime]:
+        """Model FLOPs, bytes and the tile of every step, in launch order."""
+        if self.family != "triton":
+            return []
+        found = []
+        for step in self._steps():
+            cost, tile = self._cost(step), self._tile(step)
+            sizes = tile.sizes() if tile else None
+            found.append(KernelTime(name=_FUNCTIONS[step], us=0.0, flops=cost.flops, bytes=cost.bytes, tile=sizes))
+        return found
+
+    def bytes_model(self) -> int:
+        """Ideal traffic of all steps, gathered rows counted once per use."""
+        return sum(self._cost(step).bytes for step in self._steps())
+
+    @property
+    def flops_model(self) -> int:
+        """Model FLOPs of one kernel alone."""
+        return self._cost(self.point.op).flops
+
+    @property
+    def flops_padded(self) -> int | None:
+        """FLOPs that the tiles really multiply: rows of every expert rounded up to the tile of each GEMM."""
+        if self.family != "triton":
+            return None
+        counts = self.problem.counts_E
+        total = 0
+        for step in self._steps():
+            tile = self._tile(step)
+            if tile is not None:
+                block = tile.k if step.startswith("weight_grad") else tile.m
+                rows = int(((counts + block - 1) // block * block).sum())
+                total += _GEMMS[step] * rows * self.shape.n * self.shape.d
+        return total or None
+
+    @property
+    def tune_s(self) -> float | None:
+        return tuning.tune_seconds or None
+
+    @property
+    def tuned(self) -> bool | None:
+        """Whether every GEMM ran a choice measured on this card (committed or the user's own)."""
+        gemms = [step for step in self._steps() if step in _GEMMS]
+        if self.family != "triton" or not gemms:
+            return None
+        shape = self.shape
+        return all(tuning.measured(step, shape.d, shape.n, shape.E, self.problem.dtype) for step in gemms)
+
+
+def _tensors(result: object, op: str) -> list[torch.Tensor]:
+    """A kernel's outputs as a list; partial sums of dS, whose number depends on the tile, are added up."""
+    if isinstance(result, metadata.Metadata):
+        return [result.offsets_E1, result.slot_idx_R, result.gather_idx_R, result.row_idx_R]
+    outputs = list(result) if isinstance(result, tuple) else [result]
+    if op == "d_act":
+        outputs[2] = outputs[2].sum(0)
+    return outputs
