@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sonic.kernels.common import INTERPRET, Cost, cdiv, narrow, widened
+from sonic.kernels.common import INTERPRET, Cost, cdiv, launch, narrow, widened
 from sonic.shapes import Shape
 
 
@@ -52,8 +52,11 @@ def aggregate(
     if T:
         block_d = min(2048, triton.next_power_of_2(d))
         block_t = 32 if INTERPRET else max(1, 1024 // block_d)
-        _aggregate_kernel[(cdiv(T, block_t), cdiv(d, block_d))](
-            y_Rd, row_idx_R, scores_TK, o, T, d, K, min(K, 8), block_t, block_d, num_warps=4
+        launch(
+            _aggregate_kernel,
+            (cdiv(T, block_t), cdiv(d, block_d)),
+            (y_Rd, row_idx_R, scores_TK, o, T, d, K, min(K, 8), block_t, block_d),
+            num_warps=4,
         )
     return o
 
@@ -84,8 +87,10 @@ def gather_rows(x_Td: torch.Tensor, gather_idx_R: torch.Tensor) -> torch.Tensor:
     if R:
         block_d = min(2048, triton.next_power_of_2(d))
         block_r = 32 if INTERPRET else max(1, 4096 // block_d)
-        _gather_rows_kernel[(cdiv(R, block_r), cdiv(d, block_d))](
-            x_Td, gather_idx_R, out, R, d, x_Td.stride(0), block_r, block_d
+        launch(
+            _gather_rows_kernel,
+            (cdiv(R, block_r), cdiv(d, block_d)),
+            (x_Td, gather_idx_R, out, R, d, x_Td.stride(0), block_r, block_d),
         )
     return out
 

@@ -12,7 +12,9 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -119,6 +121,44 @@ def num_sms(device: torch.device) -> int:
 
 def persistent_grid(device: torch.device, tile: Tile, tiles: int) -> tuple[int]:
     return (max(1, min(num_sms(device) * tile.ctas, tiles)),)
+
+
+@cache
+def _constants(kernel: JITFunction) -> tuple[bool, ...]:
+    return tuple(parameter.is_constexpr for parameter in kernel.params)
+
+
+def _kind(argument: object, constant: bool) -> object:
+    """What the just-in-time compiler distinguishes of an argument."""
+    if constant or argument is None:
+        return argument
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, argument >> 31
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
+    return argument.dtype, argument.data_ptr() % 16 == 0
+
+
+#: Compiled kernels by what they were specialised for.
+_compiled: dict[tuple, CompiledKernel] = {}
+
+
+def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: Sequence[object], **options: int) -> None:
+    """`kernel[grid](*arguments, **options)`; the first argument is a tensor on the device of the launch.
+
+    Triton's own call binds and specialises the arguments anew every time, at two to three times the cost of the launch;
+    here the compiled kernel is looked up and launched.
+    """
+    if INTERPRET:
+        kernel[grid](*arguments, **options)
+        return
+    kinds = map(_kind, arguments, _constants(kernel))
+    key = (kernel, arguments[0].get_device(), *options.values(), *kinds)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[grid](*arguments, **options)
+    else:
+        compiled[(*grid, 1, 1)[:3]](*arguments)
 
 
 def tma_ready(*tensors: torch.Tensor | None) -> bool:

@@ -32,6 +32,7 @@ from sonic.kernels.common import (
     dot,
     grouped_tile,
     halves,
+    launch,
     narrow,
     num_sms,
     persistent_grid,
@@ -206,14 +207,18 @@ def _launch(
     store_tma = fused and tile.store == "tma" and tma_ready(dh3, ap)
     chunk = tile.n // tile.split
     tiles = meta.tile_map(tile.m)
-    _d_act_kernel[persistent_grid(do.device, tile, tiles.limit * num_n)](
-        do, w2_Edn, descriptor(w2_Edn, [1, tile.k, tile.n]) if tma else None, h, scores_R,
-        dh if fused else ap, ragged(dh3, [tile.m, 1, chunk]) if store_tma else None,
-        ap, ragged(ap, [tile.m, chunk]) if store_tma else None,
-        ds, meta.gather_idx_R if gather else None, tiles.table,
-        R, d, n, tiles.limit, do.stride(0), *w2_Edn.stride(),
-        fused, tma, store_tma, d % tile.k == 0, n % tile.n == 0, tile.m, tile.n, tile.k, tile.split,
-        tile.group, tile.flatten, num_sms(do.device) * tile.ctas, **tile.options(),
+    launch(
+        _d_act_kernel, persistent_grid(do.device, tile, tiles.limit * num_n),
+        (
+            do, w2_Edn, descriptor(w2_Edn, [1, tile.k, tile.n]) if tma else None, h, scores_R,
+            dh if fused else ap, ragged(dh3, [tile.m, 1, chunk]) if store_tma else None,
+            ap, ragged(ap, [tile.m, chunk]) if store_tma else None,
+            ds, meta.gather_idx_R if gather else None, tiles.table,
+            R, d, n, tiles.limit, do.stride(0), *w2_Edn.stride(),
+            fused, tma, store_tma, d % tile.k == 0, n % tile.n == 0, tile.m, tile.n, tile.k, tile.split,
+            tile.group, tile.flatten, num_sms(do.device) * tile.ctas,
+        ),
+        **tile.options(),
     )  # fmt: skip
     return dh, ap, ds
 
@@ -315,7 +320,9 @@ def d_swiglu(
     if R:
         block_n = min(256, triton.next_power_of_2(n))
         block_m = max(1, 4096 // block_n)
-        _d_swiglu_kernel[(cdiv(R, block_m),)](da_prime_Rn, h_R2n, scores_R, dh, ap, ds, R, n, block_m, block_n)
+        launch(
+            _d_swiglu_kernel, (cdiv(R, block_m),), (da_prime_Rn, h_R2n, scores_R, dh, ap, ds, R, n, block_m, block_n)
+        )
     return dh, ap, ds
 
 
@@ -351,7 +358,7 @@ def d_scores(partials: torch.Tensor, row_idx_R: torch.Tensor) -> torch.Tensor:
     parts, R = partials.shape
     out = torch.empty(R, dtype=torch.float32, device=partials.device)
     if R:
-        _d_scores_kernel[(cdiv(R, 1024),)](partials, row_idx_R, out, R, parts, 1024)
+        launch(_d_scores_kernel, (cdiv(R, 1024),), (partials, row_idx_R, out, R, parts, 1024))
     return out
 
 

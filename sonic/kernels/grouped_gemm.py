@@ -26,6 +26,7 @@ from sonic.kernels.common import (
     dot,
     grouped_tile,
     halves,
+    launch,
     narrow,
     num_sms,
     persistent_grid,
@@ -150,13 +151,18 @@ def grouped_gemm(
     stride_e, stride_h, stride_bd, stride_bk = b.stride() if k_major else (*b.stride()[:2], b.stride(3), b.stride(2))
     tiles = meta.tile_map(tile.m)
     block_b = [1, 1, tile.n, tile.k] if k_major else [1, 1, tile.k, tile.n]
-    _grouped_gemm_kernel[persistent_grid(a_RHk.device, tile, tiles.limit * cdiv(d, tile.n))](
-        a_RHk, descriptor(a_RHk.view(R, H * k), [tile.m, tile.k]) if tma else None, b, descriptor(b, block_b) if tma else None,
-        y, ragged(y, [tile.m, tile.n // tile.split]) if store_tma else None,
-        meta.slot_idx_R, meta.gather_idx_R, scores, tiles.table,
-        k, d, tiles.limit, stride_e, stride_h, stride_bk, stride_bd,
-        H, k_major, into, tma, store_tma, tile.m, tile.n, tile.k, tile.split,
-        tile.group, tile.flatten, num_sms(a_RHk.device) * tile.ctas, **tile.options(),
+    launch(
+        _grouped_gemm_kernel, persistent_grid(a_RHk.device, tile, tiles.limit * cdiv(d, tile.n)),
+        (
+            a_RHk, descriptor(a_RHk.view(R, H * k), [tile.m, tile.k]) if tma else None, b,
+            descriptor(b, block_b) if tma else None,
+            y, ragged(y, [tile.m, tile.n // tile.split]) if store_tma else None,
+            meta.slot_idx_R, meta.gather_idx_R, scores, tiles.table,
+            k, d, tiles.limit, stride_e, stride_h, stride_bk, stride_bd,
+            H, k_major, into, tma, store_tma, tile.m, tile.n, tile.k, tile.split,
+            tile.group, tile.flatten, num_sms(a_RHk.device) * tile.ctas,
+        ),
+        **tile.options(),
     )  # fmt: skip
     return y
 

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sonic.kernels.common import INTERPRET, Cost, cdiv
+from sonic.kernels.common import INTERPRET, Cost, cdiv, launch
 from sonic.shapes import Shape
 
 #: Slots per program; every pair of them is compared for the rank within the block.
@@ -164,11 +164,15 @@ def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
     blocks = cdiv(R, _BLOCK)
     partial = new(blocks * E)
     e_pad = triton.next_power_of_2(E + 1)
-    _histogram_kernel[(blocks,)](ids_TK, partial, R, E, _BLOCK, e_pad)
-    _prefix_kernel[(cdiv(E, 16),)](partial, counts, blocks, E, 64 if blocks < 256 else 256, 16)
-    _scatter_kernel[(blocks,)](
-        ids_TK, partial, counts, out.offsets_E1, out.slot_idx_R, out.gather_idx_R, out.row_idx_R,
-        R, E, K, _BLOCK, e_pad, num_warps=8,
+    launch(_histogram_kernel, (blocks,), (ids_TK, partial, R, E, _BLOCK, e_pad))
+    launch(_prefix_kernel, (cdiv(E, 16),), (partial, counts, blocks, E, 64 if blocks < 256 else 256, 16))
+    launch(
+        _scatter_kernel, (blocks,),
+        (
+            ids_TK, partial, counts, out.offsets_E1, out.slot_idx_R, out.gather_idx_R, out.row_idx_R,
+            R, E, K, _BLOCK, e_pad,
+        ),
+        num_warps=8,
     )  # fmt: skip
     return out
 
@@ -204,7 +208,7 @@ def restore(
     slot_idx, gather_idx = torch.empty_like(row_idx_R), torch.empty_like(row_idx_R)
     scores_R = torch.empty(R, dtype=scores_TK.dtype, device=row_idx_R.device)
     if R:
-        _restore_kernel[(cdiv(R, 1024),)](row_idx_R, scores_TK, slot_idx, gather_idx, scores_R, R, K, 1024)
+        launch(_restore_kernel, (cdiv(R, 1024),), (row_idx_R, scores_TK, slot_idx, gather_idx, scores_R, R, K, 1024))
     return Metadata(offsets_E1, slot_idx, gather_idx, row_idx_R, T), scores_R
 
 
@@ -226,7 +230,7 @@ def tile_map(offsets_E1: torch.Tensor, R: int, m: int) -> TileMap:
     table = torch.empty(3 * limit + 1, dtype=torch.int32, device=offsets_E1.device)
     e_pad = triton.next_power_of_2(E)
     block = 64 if INTERPRET else max(2, min(64, 8192 // e_pad))
-    _tile_map_kernel[(max(1, cdiv(limit, block)),)](offsets_E1, table, E, limit, m, e_pad, block)
+    launch(_tile_map_kernel, (max(1, cdiv(limit, block)),), (offsets_E1, table, E, limit, m, e_pad, block))
     return TileMap(table, limit, m)
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sonic.kernels.common import INTERPRET, Cost, cdiv, narrow
+from sonic.kernels.common import INTERPRET, Cost, cdiv, launch, narrow
 from sonic.shapes import Shape
 
 
@@ -93,8 +93,10 @@ def router_topk(logits_TE: torch.Tensor, K: int) -> tuple[torch.Tensor, torch.Te
     if T:
         e_pad = triton.next_power_of_2(E)
         block = _block_t(e_pad)
-        _topk_kernel[(cdiv(T, block),)](
-            logits_TE, scores, ids, T, E, logits_TE.stride(0), K, triton.next_power_of_2(K), e_pad, block
+        launch(
+            _topk_kernel,
+            (cdiv(T, block),),
+            (logits_TE, scores, ids, T, E, logits_TE.stride(0), K, triton.next_power_of_2(K), e_pad, block),
         )
     return scores, ids
 
@@ -116,8 +118,10 @@ def router_topk_backward(
     if T:
         e_pad = triton.next_power_of_2(E)
         block = _block_t(e_pad)
-        _topk_backward_kernel[(cdiv(T, block),)](
-            dscores_TK, scores_TK, ids_TK, dlogits, T, E, K, triton.next_power_of_2(K), e_pad, block
+        launch(
+            _topk_backward_kernel,
+            (cdiv(T, block),),
+            (dscores_TK, scores_TK, ids_TK, dlogits, T, E, K, triton.next_power_of_2(K), e_pad, block),
         )
     return dlogits
 

@@ -30,6 +30,7 @@ from sonic.kernels.common import (
     dot,
     grouped_tile,
     halves,
+    launch,
     narrow,
     num_sms,
     persistent_grid,
@@ -157,14 +158,18 @@ def up_proj(
     h3 = h.view(R, 2, n) if with_h else None
     store_tma = tile.store == "tma" and tma_ready(h3, a)
     tiles = meta.tile_map(tile.m)
-    _up_proj_kernel[persistent_grid(x.device, tile, tiles.limit * cdiv(n, half))](
-        x, w1_E2nd, descriptor(w1_E2nd, [1, 2, half, tile.k]) if tma else None,
-        h, ragged(h3, [tile.m, 1, half]) if store_tma and with_h else None,
-        a, ragged(a[:, None], [tile.m, 1, half]) if store_tma and with_act else None,
-        meta.gather_idx_R if gather else None, tiles.table,
-        n, d, tiles.limit, x.stride(0), *w1_E2nd.stride(),
-        with_h, with_act, tma, store_tma, d % tile.k == 0, tile.m, tile.n, tile.k,
-        tile.group, tile.flatten, num_sms(x.device) * tile.ctas, **tile.options(),
+    launch(
+        _up_proj_kernel, persistent_grid(x.device, tile, tiles.limit * cdiv(n, half)),
+        (
+            x, w1_E2nd, descriptor(w1_E2nd, [1, 2, half, tile.k]) if tma else None,
+            h, ragged(h3, [tile.m, 1, half]) if store_tma and with_h else None,
+            a, ragged(a[:, None], [tile.m, 1, half]) if store_tma and with_act else None,
+            meta.gather_idx_R if gather else None, tiles.table,
+            n, d, tiles.limit, x.stride(0), *w1_E2nd.stride(),
+            with_h, with_act, tma, store_tma, d % tile.k == 0, tile.m, tile.n, tile.k,
+            tile.group, tile.flatten, num_sms(x.device) * tile.ctas,
+        ),
+        **tile.options(),
     )  # fmt: skip
     return h, a
 
@@ -204,7 +209,7 @@ def swiglu(h_R2n: torch.Tensor) -> torch.Tensor:
     R, n = h_R2n.shape[0], h_R2n.shape[1] // 2
     a = torch.empty(R, n, dtype=h_R2n.dtype, device=h_R2n.device)
     if R:
-        _swiglu_kernel[(cdiv(R * n, 2048),)](h_R2n, a, R * n, n, 2048)
+        launch(_swiglu_kernel, (cdiv(R * n, 2048),), (h_R2n, a, R * n, n, 2048))
     return a
 
 

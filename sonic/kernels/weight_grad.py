@@ -25,6 +25,7 @@ from sonic.kernels.common import (
     dot,
     grouped_tile,
     halves,
+    launch,
     narrow,
     num_sms,
     persistent_grid,
@@ -146,13 +147,17 @@ def _weight_grad(
     stride_e, stride_h, stride_d, stride_n = (
         out.stride() if q_rows else (*out.stride()[:2], out.stride(3), out.stride(2))
     )
-    _weight_grad_kernel[persistent_grid(q.device, tile, E * H * cdiv(n, block_p) * cdiv(d, block_q))](
-        p_RHn, ragged(p_RHn, [tile.k, 1, block_p]) if tma else None, q,
-        out, descriptor(out, [1, 1, tile.m, tile.n // tile.split]) if store_tma else None,
-        meta.gather_idx_R if gather else None, meta.offsets_E1,
-        E, n, d, q.stride(0), stride_e, stride_h, stride_n, stride_d,
-        H, q_rows, tma, store_tma, d % block_q == 0, tile.m, tile.n, tile.k, tile.split,
-        tile.group, num_sms(q.device) * tile.ctas, **tile.options(),
+    launch(
+        _weight_grad_kernel, persistent_grid(q.device, tile, E * H * cdiv(n, block_p) * cdiv(d, block_q)),
+        (
+            p_RHn, ragged(p_RHn, [tile.k, 1, block_p]) if tma else None, q,
+            out, descriptor(out, [1, 1, tile.m, tile.n // tile.split]) if store_tma else None,
+            meta.gather_idx_R if gather else None, meta.offsets_E1,
+            E, n, d, q.stride(0), stride_e, stride_h, stride_n, stride_d,
+            H, q_rows, tma, store_tma, d % block_q == 0, tile.m, tile.n, tile.k, tile.split,
+            tile.group, num_sms(q.device) * tile.ctas,
+        ),
+        **tile.options(),
     )  # fmt: skip
     return out
 
