@@ -7,8 +7,8 @@ the output and every gradient against it; it is not the routing that the other i
 costs the same here.
 
 Forward: bmm, one SwiGLU kernel, bmm, one kernel for the score-weighted sum over K. Backward: bmm for dA', one kernel
-for dSwiGLU, A' and dS, three bmm for dW2, dX~ and dW1, one kernel for the sum over K. The element-wise kernels come
-from torch.compile on CUDA and run eagerly on a CPU. `op` is experts: scores are given. Memory: H is kept, x counts as
+for dSwiGLU, A' and dS, three bmm for dW2, dX~ and dW1, one kernel for the sum over K. The element-wise kernels are our
+own, which run at the card's copy bandwidth (torch.compile's did not), and their plain-torch twins on a CPU. `op` is experts: scores are given. Memory: H is kept, x counts as
 (T, d). Both operand layouts of the weights are timed at construction, (E, out, in) and (E, in, out), and the faster
 one stays; the note says which. A training step would need no conversion, since a model may store its weights in
 either.
@@ -17,13 +17,13 @@ either.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from sonic.impls._common import Adapter, compiled, dtype_refusal, leaf
+from sonic.impls._common import Adapter, dtype_refusal, leaf
+from sonic.layer import FAMILIES, Steps
 from sonic.problem import DTYPES, Problem
 from sonic.record import Point
 
@@ -31,44 +31,12 @@ LAYOUTS = ("out_in", "in_out")
 TRIALS = 5
 
 
-def swiglu(h: torch.Tensor) -> torch.Tensor:
-    """A (E, c, n) from H (E, c, 2n)."""
-    gate, up = h.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(h.dtype)
-
-
-def weighted_sum(y_KTd: torch.Tensor, s_KT: torch.Tensor) -> torch.Tensor:
-    """O (T, d) = sum over k of s * Y."""
-    return (y_KTd.float() * s_KT[..., None]).sum(dim=0).to(y_KTd.dtype)
-
-
-def plain_sum(dx_KTd: torch.Tensor) -> torch.Tensor:
-    """dX (T, d) = sum over k of dX~."""
-    return dx_KTd.float().sum(dim=0).to(dx_KTd.dtype)
-
-
-def d_swiglu(h: torch.Tensor, da: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dH (E, c, 2n), A' = s * A (E, c, n) and dS (E, c) from H, the unweighted dA' = dO W2 and scores s (E, c)."""
-    gate, up = h.float().chunk(2, dim=-1)
-    da, s = da.float(), s[..., None]
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
-    a = silu * up
-    weighted = da * s
-    dh = torch.cat([weighted * up * (sigmoid + silu * (1 - sigmoid)), weighted * silu], dim=-1)
-    return dh.to(h.dtype), (a * s).to(h.dtype), (da * a).sum(dim=-1)
-
-
-def fused(function: Callable, *tensors: torch.Tensor) -> Any:
-    """What `function` returns, as one compiled kernel on a CUDA device."""
-    return (compiled(function) if tensors[0].is_cuda else function)(*tensors)
-
-
 class _Bound(torch.autograd.Function):
     """The bound as one differentiable step of x, scores and weights, computed from arranged copies of x, dO and scores.
 
     x_Td (T, d) and s_TK (T, K) only receive gradients. w1 and w2 are (E, 2n, d) and (E, d, n), or with `in_out`
-    (E, d, 2n) and (E, n, d). x_Ecd and do_Ecd are the gathered rows; s_KT the scores in the rows' order.
+    (E, d, 2n) and (E, n, d). x_Ecd and do_Ecd are the gathered rows, s_R the scores in their order, row_idx the row of
+    slot t*K + k.
     """
 
     @staticmethod
@@ -80,28 +48,33 @@ class _Bound(torch.autograd.Function):
         w2: torch.Tensor,
         x_Ecd: torch.Tensor,
         do_Ecd: torch.Tensor,
-        s_KT: torch.Tensor,
+        s_R: torch.Tensor,
+        row_idx: torch.Tensor,
         in_out: bool,
+        steps: Steps,
     ) -> torch.Tensor:
-        K, T = s_KT.shape
+        T, K = s_TK.shape
         h = torch.bmm(x_Ecd, w1 if in_out else w1.mT)
-        y = torch.bmm(fused(swiglu, h), w2 if in_out else w2.mT)
-        ctx.save_for_backward(x_Ecd, do_Ecd, s_KT, w1, w2, h)
-        ctx.in_out = in_out
-        return fused(weighted_sum, y.view(K, T, -1), s_KT)
+        a = steps.swiglu(h.flatten(0, 1)).view(*h.shape[:2], -1)
+        y = torch.bmm(a, w2 if in_out else w2.mT)
+        ctx.save_for_backward(x_Ecd, do_Ecd, s_R, row_idx, w1, w2, h)
+        ctx.in_out, ctx.steps, ctx.sizes = in_out, steps, (T, K)
+        return steps.aggregate(y.flatten(0, 1), row_idx, s_TK, T, K)
 
     @staticmethod
     def backward(ctx: Any, _do_Td: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The incoming gradient is the same dO in token order; its gathered copy is used."""
-        x_Ecd, do_Ecd, s_KT, w1, w2, h = ctx.saved_tensors
-        K, T = s_KT.shape
+        x_Ecd, do_Ecd, s_R, row_idx, w1, w2, h = ctx.saved_tensors
+        T, K = ctx.sizes
         da = torch.bmm(do_Ecd, w2.mT if ctx.in_out else w2)
-        dh, a, ds = fused(d_swiglu, h, da, s_KT.view(h.shape[:2]))
+        dh, a, ds = ctx.steps.d_swiglu(da.flatten(0, 1), h.flatten(0, 1), s_R)
+        dh, a = dh.view_as(h), a.view_as(da)
         if ctx.in_out:
             dw2, dw1, dx = torch.bmm(a.mT, do_Ecd), torch.bmm(x_Ecd.mT, dh), torch.bmm(dh, w1.mT)
         else:
             dw2, dw1, dx = torch.bmm(do_Ecd.mT, a), torch.bmm(dh.mT, x_Ecd), torch.bmm(dh, w1)
-        return fused(plain_sum, dx.view(K, T, -1)), ds.view(K, T).T, dw1, dw2, None, None, None, None
+        dx = ctx.steps.aggregate(dx.flatten(0, 1), row_idx, None, T, K)
+        return dx, ds.view(K, T).T, dw1, dw2, *(None,) * 6
 
 
 class Impl(Adapter):
@@ -127,7 +100,9 @@ class Impl(Adapter):
         # Each slot's rows hold all tokens in turn, so the gather is K copies one behind the other.
         self._x_Ecd = problem.x_Td.repeat(K, 1).view(E, -1, shape.d)
         self._do_Ecd = problem.do_Td.repeat(K, 1).view(E, -1, shape.d)
-        self._s_KT = problem.scores_TK.T.contiguous()
+        self._s_R = problem.scores_TK.T.flatten()
+        self._row_idx = rows.view(K, T).T.flatten().int()
+        self._steps = FAMILIES["triton" if problem.device.type == "cuda" else "torch"]
         if problem.device.type == "cuda":
             self._use(self._faster(backward=point.mode == "fwd_bwd"))
             choice = "the faster of two layouts"
@@ -163,13 +138,13 @@ class Impl(Adapter):
         return min(best, key=best.__getitem__)
 
     def forward(self) -> torch.Tensor:
-        arranged = (self._x_Ecd, self._do_Ecd, self._s_KT)
+        arranged = (self._x_Ecd, self._do_Ecd, self._s_R, self._row_idx)
         leaves = (self.x_Td, self.scores_TK, self.w1_E2nd, self.w2_Edn)
-        return _Bound.apply(*leaves, *arranged, self._layout == "in_out")
+        return _Bound.apply(*leaves, *arranged, self._layout == "in_out", self._steps)
 
     def weights(self) -> Sequence[torch.Tensor]:
         # The arranged copies were there before the call, like weights.
-        return (self.w1_E2nd, self.w2_Edn, self._x_Ecd, self._do_Ecd, self._s_KT)
+        return (self.w1_E2nd, self.w2_Edn, self._x_Ecd, self._do_Ecd, self._s_R, self._row_idx)
 
     def grads(self) -> dict[str, torch.Tensor]:
         found = super().grads()

@@ -9,6 +9,8 @@ and n multiples of 8 in 16 bits. `torch_grouped_mm_compiled` runs the same funct
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -20,6 +22,35 @@ from sonic.routers import plain_router
 ROW_BYTES = 16
 
 
+class _Gather(torch.autograd.Function):
+    """x[order // K], whose gradient gathers and sums instead of adding with atomics, as plain indexing would."""
+
+    @staticmethod
+    def forward(ctx: Any, x_Td: torch.Tensor, order_R: torch.Tensor, place_R: torch.Tensor, K: int) -> torch.Tensor:
+        ctx.save_for_backward(place_R)
+        ctx.K = K
+        return x_Td.index_select(0, order_R // K)
+
+    @staticmethod
+    def backward(ctx: Any, dx_Rd: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (place_R,) = ctx.saved_tensors
+        return dx_Rd.index_select(0, place_R).view(-1, ctx.K, dx_Rd.shape[1]).sum(dim=1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """y[place], whose gradient is indexed by the inverse permutation."""
+
+    @staticmethod
+    def forward(ctx: Any, y_Rd: torch.Tensor, place_R: torch.Tensor, order_R: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order_R)
+        return y_Rd.index_select(0, place_R)
+
+    @staticmethod
+    def backward(ctx: Any, dy_Rd: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (order_R,) = ctx.saved_tensors
+        return dy_Rd.index_select(0, order_R), None, None
+
+
 def experts(
     x_Td: torch.Tensor, ids_TK: torch.Tensor, scores_TK: torch.Tensor, w1_E2nd: torch.Tensor, w2_Edn: torch.Tensor
 ) -> torch.Tensor:
@@ -29,12 +60,11 @@ def experts(
     sorted_R, order_R = ids_TK.flatten().sort(stable=True)
     ends_E = torch.searchsorted(sorted_R, torch.arange(E, device=sorted_R.device, dtype=sorted_R.dtype), right=True)
     ends_E = ends_E.to(torch.int32)
-    # index_select, whose backward adds rows; that of plain indexing sorts them first.
-    x_Rd = x_Td.index_select(0, order_R // K)
+    place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(T * K, device=order_R.device))
+    x_Rd = _Gather.apply(x_Td, order_R, place_R, K)
     gate_Rn, up_Rn = F.grouped_mm(x_Rd, w1_E2nd.transpose(-2, -1), offs=ends_E).chunk(2, dim=-1)
     y_Rd = F.grouped_mm(F.silu(gate_Rn) * up_Rn, w2_Edn.transpose(-2, -1), offs=ends_E)
-    place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(T * K, device=order_R.device))
-    y_TKd = y_Rd.index_select(0, place_R).view(T, K, x_Td.shape[1])
+    y_TKd = _Permute.apply(y_Rd, place_R, order_R).view(T, K, x_Td.shape[1])
     return (y_TKd * scores_TK[..., None].to(y_TKd.dtype)).sum(dim=1)
 
 

@@ -195,13 +195,17 @@ def up_proj_torch(
 
 
 @triton.jit
-def _swiglu_kernel(h_ptr, a_ptr, numel, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < numel
-    at = h_ptr + i // n * (2 * n) + i % n
-    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(at + n, mask=mask, other=0.0).to(tl.float32)
-    tl.store(a_ptr + i, narrow(gate * up / (1.0 + tl.exp(-gate)), a_ptr.dtype.element_ty), mask=mask)
+def _swiglu_kernel(h_ptr, a_ptr, R, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    row0 = tl.program_id(0) * BLOCK_M
+    row = tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (row < R - row0)[:, None] & (cols < n)[None, :]
+    first = tl.cast(row0, tl.int64) * n
+    h = h_ptr + 2 * first + row[:, None] * (2 * n) + cols[None, :]
+    gate = tl.load(h, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(h + n, mask=mask, other=0.0).to(tl.float32)
+    a = narrow(gate * up / (1.0 + tl.exp(-gate)), a_ptr.dtype.element_ty)
+    tl.store(a_ptr + first + row[:, None] * n + cols[None, :], a, mask=mask)
 
 
 def swiglu(h_R2n: torch.Tensor) -> torch.Tensor:
@@ -209,7 +213,9 @@ def swiglu(h_R2n: torch.Tensor) -> torch.Tensor:
     R, n = h_R2n.shape[0], h_R2n.shape[1] // 2
     a = torch.empty(R, n, dtype=h_R2n.dtype, device=h_R2n.device)
     if R:
-        launch(_swiglu_kernel, (cdiv(R * n, 2048),), (h_R2n, a, R * n, n, 2048))
+        block_n = min(512, triton.next_power_of_2(n))
+        block_m = max(1, 4096 // block_n)
+        launch(_swiglu_kernel, (cdiv(R, block_m), cdiv(n, block_n)), (h_R2n, a, R, n, block_m, block_n))
     return a
 
 
