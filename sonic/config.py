@@ -1,9 +1,10 @@
 """From a command line to points: Hydra composes `conf/` and `sweeps/`, this module expands and checks.
 
-Everything is expanded and checked before anything runs; what breaks a rule raises `CommandError`, which names the field,
-its value and the rule. An axis is a key with several values: `shape.n=256,512`, `impl=sonic,scattermoe`, zipped sizes
-`shape={n:1024,K:2},{n:512,K:4}`, a named shape or a family of them (`shape=7b`), and the derived `shape.G`, `shape.rho`.
-An experiment has axes that all its points share (`hydra.sweeper.params`) and may have `grids`, each with axes of its own.
+Everything is expanded and checked before anything runs; what breaks a rule raises `CommandError`, which names the
+field, its value and the rule. An axis is a key with several values: `shape.n=256,512`, `impl=sonic,scattermoe`, zipped
+sizes `shape={n:1024,K:2},{n:512,K:4}`, a named shape or a family of them (`shape=7b`), and the derived `shape.G` and
+`shape.rho`. An experiment has axes that all its points share (`hydra.sweeper.params`) and may have `grids`, each with
+axes of its own.
 """
 
 from __future__ import annotations

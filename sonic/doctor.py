@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from sonic import pool
+from sonic import __version__, pool
 from sonic.env import cpu_name, nvml_card, revision
 from sonic.record import Knobs, RecordError, default_results, ensure_writable
 
@@ -69,7 +69,7 @@ def version_lines(device: dict[str, Any]) -> Lines:
     lines += [(name, installed(name)) for name in PACKAGES]
     commit, dirty = revision(default_results())
     state = {True: ", with changes", False: "", None: ", changes unknown"}[dirty]
-    return [*lines, ("sonic", f"{installed('sonic')}, commit {commit}{state}")]
+    return [*lines, ("sonic", f"{__version__}, commit {commit}{state}")]
 
 
 def installed(name: str) -> str:

@@ -105,10 +105,10 @@ class Choices:
 
     def w1_view(self, w1: Tensor) -> Tensor:
         """W1 (E, 2n, d) as (E, 2, n, d) with gate at [:, 0], whatever its layout; a view."""
-        n = w1.shape[1] // 2
-        if self.w1_layout == "concat":
-            return w1.unflatten(1, (2, n))
-        return w1.unflatten(1, (n, 2)).transpose(1, 2)
+        E, n2, d = w1.shape
+        stride_e, stride_n, stride_d = w1.stride()
+        half, row = (n2 // 2 * stride_n, stride_n) if self.w1_layout == "concat" else (stride_n, 2 * stride_n)
+        return w1.as_strided((E, 2, n2 // 2, d), (stride_e, half, row, stride_d))
 
 
 #: What runs when nothing else is asked for; made here, since `torch.compile` cannot trace the encoding.
@@ -224,14 +224,14 @@ def _backward(
         dw1 = torch.empty(w1.shape, dtype=w1.dtype, device=w1.device)
         x_rows = x if fused else steps.gather_rows(x, meta.gather_idx_R)
         steps.weight_grad_1(x_rows, dh, c.w1_view(dw1), meta, gather=fused, **c.tile("weight_grad_1"))
-    if need_routing or (need_x and router_w is not None):
-        drouting = steps.d_scores(ds, kept.row_idx).view(T, K)
-        if router_w is not None:
-            E, dtype = router_w.shape[0], router_w.dtype
-            dlogits = steps.router_topk_backward(drouting, kept.scores, kept.ids, E, dtype)
-            if need_x:
-                dx = torch.addmm(dx, dlogits, router_w) if dtype == dx.dtype else dx + (dlogits @ router_w).to(dx.dtype)
-            drouting = dlogits.T @ x.to(dtype) if need_routing else None
+    if router_w is None:
+        drouting = steps.d_scores(ds, kept.row_idx).view(T, K) if need_routing else None
+    elif need_routing or need_x:
+        E, dtype = router_w.shape[0], router_w.dtype
+        dlogits = steps.router_topk_backward(ds, kept.row_idx, kept.scores, kept.ids, E, dtype)
+        if need_x:
+            dx = dx.addmm_(dlogits, router_w) if dtype == dx.dtype else dx + (dlogits @ router_w).to(dx.dtype)
+        drouting = dlogits.T @ x.to(dtype) if need_routing else None
     return [dx, drouting, dw1, dw2]
 
 

@@ -1,8 +1,8 @@
 """Child processes that measure: one per implementation, kept for many points, replaced after any fault.
 
-A child is `python -m sonic.worker` (SONIC_WORKER names another command, for tests). It answers one JSON line per JSON line
-on its standard input. Whatever a child does instead (die by a signal, `os._exit`, hang, write something else) costs the
-point in hand and becomes its `Outcome`; the child, and what it started, is killed as a process group.
+A child is `python -m sonic.worker` (SONIC_WORKER names another command, for tests). It answers one JSON line per JSON
+line on its standard input. Whatever a child does instead (die by a signal, `os._exit`, hang, write something else)
+costs the point in hand and becomes its `Outcome`; the child, and what it started, is killed as a process group.
 This module knows no MoE and imports no torch.
 """
 
@@ -96,8 +96,8 @@ def worker_command() -> list[str]:
 
 
 def worker_environment(interpreter: bool, device: str | None = None) -> dict[str, str]:
-    """Environment of a child: Triton's interpreter where there is no GPU (read when triton is imported), GPUs counted as
-    NVML counts them, and only `device` (a UUID) visible when it is given."""
+    """Environment of a child: Triton's interpreter where there is no GPU (read when triton is imported), GPUs counted
+    as NVML counts them, and only `device` (a UUID) visible when it is given."""
     env = dict(os.environ)
     env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if interpreter:
@@ -154,7 +154,7 @@ class Worker:
             raise self._gone() from error
 
     def receive(self, model: type[T], timeout_s: float) -> T:
-        """The reply to the last request. WorkerFault when none comes in time, the child dies, or it is no such reply."""
+        """The reply to the last request. WorkerFault when none comes in time, the child dies or says something else."""
         line = self._line(timeout_s)
         try:
             return model.model_validate_json(line)

@@ -1,7 +1,7 @@
 """Points, rows and the files that keep them.
 
 A `Point` is one line of a sweep's plan, a `Row` the same tree with what was measured (design: config tree = row tree).
-Rows live in append-only JSON-lines files, one per sweep and GPU; `env.jsonl` beside them holds one line per environment.
+Rows live in append-only JSON-lines files, one per sweep and GPU; `env.jsonl` beside them has a line per environment.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ KERNEL_OPS = (
 )
 Op = Literal[
     "layer", "experts",
-    "router_topk", "metadata", "up_proj", "down_proj", "aggregate", "d_act", "d_input", "weight_grad_1", "weight_grad_2",
+    "router_topk", "metadata", "up_proj", "down_proj", "aggregate",
+    "d_act", "d_input", "weight_grad_1", "weight_grad_2",
 ]  # fmt: skip
 Mode = Literal["fwd", "fwd_infer", "fwd_bwd"]
 Dtype = Literal["bf16", "fp16", "fp32", "fp64", "fp8"]
@@ -110,7 +111,7 @@ class Knobs(Strict):
 
 
 class TileSpec(Strict):
-    """What was asked of the GEMM kernels' tiles; null leaves the kernel its own choice. `kernel` aims it at one kernel."""
+    """What was asked of the GEMM kernels' tiles; null leaves a kernel its own choice. `kernel` aims it at one."""
 
     m: int | None = None
     n: int | None = None

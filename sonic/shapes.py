@@ -54,7 +54,7 @@ class Shape:
         return self.T * self.K
 
     def flops(self, mode: str, R: int | None = None) -> int:
-        """Model FLOPs of `fwd`, `fwd_infer` (6 R n d) or `fwd_bwd` (18 R n d); padding and router never count (paper 3.2)."""
+        """Model FLOPs of `fwd`, `fwd_infer` (6 R n d) or `fwd_bwd` (18 R n d); no padding, no router (paper 3.2)."""
         factor = {"fwd": 6, "fwd_infer": 6, "fwd_bwd": 18}[mode]
         return factor * (self.R if R is None else R) * self.n * self.d
 

@@ -1,11 +1,11 @@
 """`python -m sonic.sweep`: measures an experiment, point by point, and says what came out.
 
-  python -m sonic.sweep                                      the default for this machine: smoke on a CPU, quick on a GPU
-  python -m sonic.sweep sweeps=granularity shape=7b          an experiment, with any field overridden
+  python -m sonic.sweep                               the default for this machine: smoke on a CPU, quick on a GPU
+  python -m sonic.sweep sweeps=granularity shape=7b   an experiment, with any field overridden
   python -m sonic.sweep sweeps=custom shape=7b_n256 shape.G=3,6 shape.rho=1/16 impl=sonic,scattermoe tile.m=64,128
 
-Exit codes: 0 every point ended as expected; 1 a point is wrong, failed, crashed, timed out or missing; 2 the command line
-is at fault and nothing ran; 130 and 143 after SIGINT and SIGTERM, with the rows so far kept.
+Exit codes: 0 every point ended as expected; 1 a point is wrong, failed, crashed, timed out or missing; 2 the command
+line is at fault and nothing ran; 130 and 143 after SIGINT and SIGTERM, with the rows so far kept.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """SIGINT and SIGTERM become `Interrupted`, once: later ones, and those that arrive while closing, only set the code."""
+    """SIGINT and SIGTERM become `Interrupted`, once: later ones, and any that come while closing, only set the code."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -357,7 +357,7 @@ def merge_points(points: list[Point], description: Description) -> Merged:
 def make_plan(
     sweep: Sweep, merged: Merged, description: Description, retry: list[str], run_id: str, here: bool
 ) -> Plan:
-    """The plan of a run: this command's share of the points, cut into chunks. `here` says that jobs run on this machine."""
+    """The plan of a run: this command's share of the points, cut into chunks. `here`: jobs run on this machine."""
     part, parts = sweep.share
     mine = [members for index, members in enumerate(merged.sets) if index % parts == part]
     points = [point for members in mine for point in members]
@@ -458,7 +458,7 @@ def columns_of(rows: Sequence[Row], leaves: Sequence[str]) -> list[tuple[str, bo
 
 
 def print_table(console: Console, rows: Sequence[Row], leaves: Sequence[str]) -> None:
-    """One line per point. Where a terminal is too narrow, what all points share moves above the table, reasons below."""
+    """One line per point. Where a terminal is too narrow, what all points share moves above it, reasons below."""
     columns = columns_of(rows, leaves)
     if not console.is_terminal or _width(columns) <= console.width:
         console.print(_table(columns))

@@ -1,8 +1,8 @@
 """A child that measures nothing: speaks the protocol of `sonic.worker` and misbehaves on request.
 
-What a point asks is in its routing.seed: 1 an exception, 2 `os._exit(139)`, 3 a hang, 4 garbage, 5 SIGSEGV, 6 garbage that is
-JSON, 7 a wrong result, 8 out of resources, 9 a child of its own that outlives it, then death. T >= 4096 runs out of memory.
-SONIC_FAKE names a folder: every start and every measured point appends a line to `log` in it.
+What a point asks is in its routing.seed: 1 an exception, 2 `os._exit(139)`, 3 a hang, 4 garbage, 5 SIGSEGV, 6 garbage
+that is JSON, 7 a wrong result, 8 out of resources, 9 a child of its own that outlives it, then death. T >= 4096 runs
+out of memory. SONIC_FAKE names a folder: every start and every measured point appends a line to `log` in it.
 """
 
 from __future__ import annotations

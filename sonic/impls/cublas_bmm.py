@@ -8,10 +8,10 @@ costs the same here.
 
 Forward: bmm, one SwiGLU kernel, bmm, one kernel for the score-weighted sum over K. Backward: bmm for dA', one kernel
 for dSwiGLU, A' and dS, three bmm for dW2, dX~ and dW1, one kernel for the sum over K. The element-wise kernels are our
-own, which run at the card's copy bandwidth (torch.compile's did not), and their plain-torch twins on a CPU. `op` is experts: scores are given. Memory: H is kept, x counts as
-(T, d). Both operand layouts of the weights are timed at construction, (E, out, in) and (E, in, out), and the faster
-one stays; the note says which. A training step would need no conversion, since a model may store its weights in
-either.
+own, which run at the card's copy bandwidth (torch.compile's did not), and their plain-torch twins on a CPU. `op` is
+experts: scores are given. Memory: H is kept, x counts as (T, d). Both operand layouts of the weights are timed at
+construction, (E, out, in) and (E, in, out), and the faster one stays; the note says which. A training step would need
+no conversion, since a model may store its weights in either.
 """
 
 from __future__ import annotations

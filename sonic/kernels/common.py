@@ -15,7 +15,6 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
-from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 #: True when kernels run in Triton's interpreter on a CPU; `TRITON_INTERPRET` is read when triton is imported.
@@ -174,14 +173,32 @@ def tma_ready(*tensors: torch.Tensor | None) -> bool:
     return True
 
 
-def descriptor(t: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
+def _descriptor(t: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    """A descriptor without the constructor's checks, which `tma_ready` has made and which would cost more than a launch."""
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = t, shape, strides, block
+    made.padding, made.round_f32_to_tf32 = "zero", False
+    return made
+
+
+def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """TMA descriptor of a tensor; out-of-bounds parts of a block read as zero and are not written."""
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
+    return _descriptor(t, list(t.shape), list(t.stride()), block)
 
 
-def ragged(t: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """Descriptor whose first axis is cut into experts at run time (see `triton.tools.ragged_tma`)."""
-    return create_ragged_descriptor(t, list(block))
+def ragged(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Descriptor of rows (R, ...) that is cut to one expert's rows at run time, through `ragged_coords`.
+
+    Two axes come before the tensor's own, and 64-bit addresses wrap around: the second axis moves the end of an expert to
+    row 2^30, where the third axis ends, and the first moves it back (the scheme of `triton.tools.ragged_tma`).
+    """
+    row = t.stride(0)
+    return _descriptor(
+        t,
+        [0x7FFF0000, 0x7FFF0000, 0x40000000, *t.shape[1:]],
+        [2**34 - row, row, *t.stride()],
+        [1, 1, *block],
+    )
 
 
 @triton.jit

@@ -8,8 +8,8 @@ Reads ids (T, K) int32. Writes, for R = T K rows:
     row_idx_R        slot -> row, the inverse of slot_idx
 
 Rows of one expert keep the order of their slots, so every later sum has one order: the layer is deterministic.
-Three launches: a histogram per block of slots, a prefix sum over blocks, and the scatter. A fourth maps output tiles to
-experts (`tile_map`) for a given tile height.
+Three launches: a histogram per block of slots, a prefix sum over blocks, and the scatter, which also maps output tiles
+of the usual height to experts; `tile_map` does so for another height.
 
 Example: ids [[0, 2], [2, 1]], E = 3 -> counts [1, 1, 2], offsets [0, 1, 2, 4], slot_idx [0, 3, 1, 2], gather_idx [0, 1, 0, 1].
 """
@@ -28,6 +28,8 @@ from sonic.shapes import Shape
 
 #: Slots per program; every pair of them is compared for the rank within the block.
 _BLOCK = 128
+#: Tile height of most GEMM kernels, whose map comes with the metadata.
+_TILE_M = 64 if INTERPRET else 128
 
 
 @dataclass(frozen=True)
@@ -101,57 +103,99 @@ def _prefix_kernel(partial_ptr, counts_ptr, blocks, E, ROWS: tl.constexpr, COLS:
 
 
 @triton.jit
+def _write_tile_map(table_ptr, first, counts, starts, E, limit, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
+    """Entries `first` .. `first + BLOCK` of a tile map, from the counts and starts of all experts (padded with zeros)."""
+    last_tile = tl.cumsum((counts + TILE_M - 1) // TILE_M, axis=0)
+    total = tl.max(last_tile)
+    tile = first + tl.arange(0, BLOCK)
+    done = last_tile[None, :] <= tile[:, None]  # experts whose tiles all come before this one
+    expert = tl.minimum(tl.sum(done.to(tl.int32), axis=1), E - 1)
+    first_tile = tl.max(tl.where(done, last_tile[None, :], 0), axis=1)
+    start = tl.gather(starts, expert, 0)
+    inside = tile < total
+    tl.store(table_ptr + tile, expert, mask=inside)
+    tl.store(table_ptr + limit + tile, start + (tile - first_tile) * TILE_M, mask=inside)
+    tl.store(table_ptr + 2 * limit + tile, start + tl.gather(counts, expert, 0), mask=inside)
+    if first == 0:
+        tl.store(table_ptr + 3 * limit, total)
+
+
+@triton.jit
 def _scatter_kernel(
-    ids_ptr, partial_ptr, counts_ptr, offsets_ptr, slot_idx_ptr, gather_idx_ptr, row_idx_ptr,
-    R, E, K, BLOCK: tl.constexpr, E_PAD: tl.constexpr,
+    ids_ptr, partial_ptr, counts_ptr, offsets_ptr, slot_idx_ptr, gather_idx_ptr, row_idx_ptr, table_ptr,
+    R, E, K, blocks, limit, BLOCK: tl.constexpr, E_PAD: tl.constexpr, TILE_M: tl.constexpr, MAP_BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The first `blocks` programs place their slots, the others write the tile map."""
     block = tl.program_id(0)
-    slots = block * BLOCK + tl.arange(0, BLOCK)
-    inside = slots < R
-    ids = tl.load(ids_ptr + slots, mask=inside, other=-1)
-    # rank of a slot among the earlier slots of its block with the same expert: all pairs, since BLOCK is small
-    same = ids[:, None] == ids[None, :]
-    earlier = tl.arange(0, BLOCK)[:, None] > tl.arange(0, BLOCK)[None, :]
-    rank = tl.sum((same & earlier).to(tl.int32), axis=1)
     e = tl.arange(0, E_PAD)
     counts = tl.load(counts_ptr + e, mask=e < E, other=0)
+    # the offsets may not be in memory yet for this program, so they are picked out of the vector
     starts = tl.cumsum(counts, axis=0) - counts
-    if block == 0:
-        tl.store(offsets_ptr + e, starts, mask=e < E)
-        tl.store(offsets_ptr + E, R)
-    # the offsets may not be in memory yet for this block, so pick them out of the vector
-    start = tl.gather(starts, tl.where(inside, ids, 0), 0)
-    before = tl.load(partial_ptr + block.to(tl.int64) * E + ids, mask=inside, other=0)
-    row = start + before + rank
-    tl.store(slot_idx_ptr + row, slots, mask=inside)
-    tl.store(gather_idx_ptr + row, slots // K, mask=inside)
-    tl.store(row_idx_ptr + slots, row, mask=inside)
+    if block >= blocks:
+        _write_tile_map(table_ptr, (block - blocks) * MAP_BLOCK, counts, starts, E, limit, TILE_M, MAP_BLOCK)
+    else:
+        slots = block * BLOCK + tl.arange(0, BLOCK)
+        inside = slots < R
+        ids = tl.load(ids_ptr + slots, mask=inside, other=-1)
+        # rank of a slot among the earlier slots of its block with the same expert: all pairs, since BLOCK is small
+        same = ids[:, None] == ids[None, :]
+        earlier = tl.arange(0, BLOCK)[:, None] > tl.arange(0, BLOCK)[None, :]
+        rank = tl.sum((same & earlier).to(tl.int32), axis=1)
+        if block == 0:
+            tl.store(offsets_ptr + e, starts, mask=e < E)
+            tl.store(offsets_ptr + E, R)
+        start = tl.gather(starts, tl.where(inside, ids, 0), 0)
+        before = tl.load(partial_ptr + block.to(tl.int64) * E + ids, mask=inside, other=0)
+        row = start + before + rank
+        tl.store(slot_idx_ptr + row, slots, mask=inside)
+        tl.store(gather_idx_ptr + row, slots // K, mask=inside)
+        tl.store(row_idx_ptr + slots, row, mask=inside)
+
+
+@triton.jit
+def _restore_kernel(
+    row_idx_ptr, scores_ptr, offsets_ptr, slot_idx_ptr, gather_idx_ptr, scores_R_ptr, table_ptr,
+    R, E, K, blocks, limit, BLOCK: tl.constexpr, E_PAD: tl.constexpr, TILE_M: tl.constexpr, MAP_BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    if block >= blocks:
+        e = tl.arange(0, E_PAD)
+        starts = tl.load(offsets_ptr + e, mask=e < E, other=0)
+        counts = tl.load(offsets_ptr + e + 1, mask=e < E, other=0) - starts
+        _write_tile_map(table_ptr, (block - blocks) * MAP_BLOCK, counts, starts, E, limit, TILE_M, MAP_BLOCK)
+    else:
+        slot = block * BLOCK + tl.arange(0, BLOCK)
+        mask = slot < R
+        row = tl.load(row_idx_ptr + slot, mask=mask, other=0)
+        tl.store(slot_idx_ptr + row, slot, mask=mask)
+        tl.store(gather_idx_ptr + row, slot // K, mask=mask)
+        tl.store(scores_R_ptr + row, tl.load(scores_ptr + slot, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit
 def _tile_map_kernel(offsets_ptr, table_ptr, E, limit, TILE_M: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr):
     e = tl.arange(0, E_PAD)
     starts = tl.load(offsets_ptr + e, mask=e < E, other=0)
-    stops = tl.load(offsets_ptr + e + 1, mask=e < E, other=0)
-    last_tile = tl.cumsum((stops - starts + TILE_M - 1) // TILE_M, axis=0)
-    total = tl.max(last_tile)
-    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    done = last_tile[None, :] <= tile[:, None]  # experts whose tiles all come before this one
-    expert = tl.minimum(tl.sum(done.to(tl.int32), axis=1), E - 1)
-    first_tile = tl.max(tl.where(done, last_tile[None, :], 0), axis=1)
-    inside = tile < total
-    start = tl.load(offsets_ptr + expert)
-    tl.store(table_ptr + tile, expert, mask=inside)
-    tl.store(table_ptr + limit + tile, start + (tile - first_tile) * TILE_M, mask=inside)
-    tl.store(table_ptr + 2 * limit + tile, tl.load(offsets_ptr + expert + 1), mask=inside)
-    if tl.program_id(0) == 0:
-        tl.store(table_ptr + 3 * limit, total)
+    counts = tl.load(offsets_ptr + e + 1, mask=e < E, other=0) - starts
+    _write_tile_map(table_ptr, tl.program_id(0) * BLOCK, counts, starts, E, limit, TILE_M, BLOCK)
+
+
+def _new_tile_map(offsets_E1: torch.Tensor, R: int, m: int) -> TileMap:
+    E = offsets_E1.numel() - 1
+    limit = cdiv(R, m) + min(E, R)
+    return TileMap(torch.empty(3 * limit + 1, dtype=torch.int32, device=offsets_E1.device), limit, m)
+
+
+def _map_block(e_pad: int) -> int:
+    """Entries of a tile map per program: each is compared with all experts."""
+    return 64 if INTERPRET else max(2, min(64, 8192 // e_pad))
 
 
 def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
     """Sort the rows of a routing by expert.
 
-    ids_TK (T, K) int32, contiguous, every value in [0, E); E experts, at most 4096. Returns `Metadata` on the same device.
+    ids_TK (T, K) int32, contiguous, every value in [0, E); E experts, at most 4096. Returns `Metadata` on the same device,
+    with the map of tiles of the usual height in it.
     """
     T, K = ids_TK.shape
     R = T * K
@@ -166,11 +210,13 @@ def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
     e_pad = triton.next_power_of_2(E + 1)
     launch(_histogram_kernel, (blocks,), (ids_TK, partial, R, E, _BLOCK, e_pad))
     launch(_prefix_kernel, (cdiv(E, 16),), (partial, counts, blocks, E, 64 if blocks < 256 else 256, 16))
+    tiles = out.maps[_TILE_M] = _new_tile_map(out.offsets_E1, R, _TILE_M)
+    per_program = _map_block(e_pad)
     launch(
-        _scatter_kernel, (blocks,),
+        _scatter_kernel, (blocks + cdiv(tiles.limit, per_program),),
         (
-            ids_TK, partial, counts, out.offsets_E1, out.slot_idx_R, out.gather_idx_R, out.row_idx_R,
-            R, E, K, _BLOCK, e_pad,
+            ids_TK, partial, counts, out.offsets_E1, out.slot_idx_R, out.gather_idx_R, out.row_idx_R, tiles.table,
+            R, E, K, blocks, tiles.limit, _BLOCK, e_pad, _TILE_M, per_program,
         ),
         num_warps=8,
     )  # fmt: skip
@@ -189,27 +235,27 @@ def metadata_torch(ids_TK: torch.Tensor, E: int) -> Metadata:
     return Metadata(offsets.int(), slot_idx.int(), (slot_idx // K).int(), row_idx.int(), T)
 
 
-@triton.jit
-def _restore_kernel(row_idx_ptr, scores_ptr, slot_idx_ptr, gather_idx_ptr, scores_R_ptr, R, K, BLOCK: tl.constexpr):
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = slot < R
-    row = tl.load(row_idx_ptr + slot, mask=mask, other=0)
-    tl.store(slot_idx_ptr + row, slot, mask=mask)
-    tl.store(gather_idx_ptr + row, slot // K, mask=mask)
-    tl.store(scores_R_ptr + row, tl.load(scores_ptr + slot, mask=mask, other=0.0), mask=mask)
-
-
 def restore(
     row_idx_R: torch.Tensor, offsets_E1: torch.Tensor, scores_TK: torch.Tensor
 ) -> tuple[Metadata, torch.Tensor]:
     """The whole metadata and the scores in row order (R,) from what the backward keeps: 4 bytes a pair instead of 16."""
     T, K = scores_TK.shape
-    R = T * K
+    R, E = T * K, offsets_E1.numel() - 1
     slot_idx, gather_idx = torch.empty_like(row_idx_R), torch.empty_like(row_idx_R)
     scores_R = torch.empty(R, dtype=scores_TK.dtype, device=row_idx_R.device)
+    meta = Metadata(offsets_E1, slot_idx, gather_idx, row_idx_R, T)
     if R:
-        launch(_restore_kernel, (cdiv(R, 1024),), (row_idx_R, scores_TK, slot_idx, gather_idx, scores_R, R, K, 1024))
-    return Metadata(offsets_E1, slot_idx, gather_idx, row_idx_R, T), scores_R
+        tiles = meta.maps[_TILE_M] = _new_tile_map(offsets_E1, R, _TILE_M)
+        blocks, e_pad = cdiv(R, 1024), triton.next_power_of_2(E)
+        per_program = _map_block(e_pad)
+        launch(
+            _restore_kernel, (blocks + cdiv(tiles.limit, per_program),),
+            (
+                row_idx_R, scores_TK, offsets_E1, slot_idx, gather_idx, scores_R, tiles.table,
+                R, E, K, blocks, tiles.limit, 1024, e_pad, _TILE_M, per_program,
+            ),
+        )  # fmt: skip
+    return meta, scores_R
 
 
 def restore_torch(
@@ -226,12 +272,11 @@ def restore_torch(
 def tile_map(offsets_E1: torch.Tensor, R: int, m: int) -> TileMap:
     """Map the output tiles of height m to experts: offsets_E1 (E+1) int32 and R rows -> `TileMap`."""
     E = offsets_E1.numel() - 1
-    limit = cdiv(R, m) + min(E, R)
-    table = torch.empty(3 * limit + 1, dtype=torch.int32, device=offsets_E1.device)
-    e_pad = triton.next_power_of_2(E)
-    block = 64 if INTERPRET else max(2, min(64, 8192 // e_pad))
-    launch(_tile_map_kernel, (max(1, cdiv(limit, block)),), (offsets_E1, table, E, limit, m, e_pad, block))
-    return TileMap(table, limit, m)
+    tiles, e_pad = _new_tile_map(offsets_E1, R, m), triton.next_power_of_2(E)
+    block = _map_block(e_pad)
+    grid = (max(1, cdiv(tiles.limit, block)),)
+    launch(_tile_map_kernel, grid, (offsets_E1, tiles.table, E, tiles.limit, m, e_pad, block))
+    return tiles
 
 
 def tile_map_torch(offsets_E1: torch.Tensor, R: int, m: int) -> TileMap:

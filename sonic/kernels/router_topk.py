@@ -1,6 +1,7 @@
 """Router top-K: scores = softmax(top-K(logits)) with the K largest logits of each token (paper section 4.3).
 
-Reads logits (T, E). Writes ids (T, K) int32, by falling logit, and scores (T, K) fp32. Backward: dlogits (T, E) from dscores.
+Reads logits (T, E). Writes ids (T, K) int32, by falling logit, and scores (T, K) fp32. Backward: dlogits (T, E) from the partial
+sums of dS.
 
 Ties go to the lower index: a logit and its index are packed into one sortable integer, so all keys differ and the order is
 that of a stable sort. NaN sorts above +inf (as in torch.topk). One pass over the logits; the softmax is fused.
@@ -36,7 +37,7 @@ def _topk_kernel(
     key = tl.where((e < E)[None, :], key, -(1 << 62))
     values = tl.full((BLOCK_T, K_PAD), float("-inf"), tl.float32)
     ids = tl.zeros((BLOCK_T, K_PAD), tl.int32)
-    for i in tl.static_range(K):
+    for i in tl.range(K):
         best = tl.max(key, axis=1)
         index = E_PAD - 1 - (best & 0xFFFF).to(tl.int32)
         picked = (best >> 16).to(tl.int32)
@@ -55,7 +56,7 @@ def _topk_kernel(
 
 @triton.jit
 def _topk_backward_kernel(
-    dscores_ptr, scores_ptr, ids_ptr, dlogits_ptr, T, E,
+    partial_ptr, row_idx_ptr, scores_ptr, ids_ptr, dlogits_ptr, T, E, R, parts,
     K: tl.constexpr, K_PAD: tl.constexpr, E_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -63,16 +64,20 @@ def _topk_backward_kernel(
     k = tl.arange(0, K_PAD)
     at = t.to(tl.int64)[:, None] * K + k[None, :]
     mask = (t < T)[:, None] & (k < K)[None, :]
-    dot = tl.sum(
-        tl.load(dscores_ptr + at, mask=mask, other=0.0) * tl.load(scores_ptr + at, mask=mask, other=0.0), axis=1
-    )
+    part = partial_ptr + tl.load(row_idx_ptr + at, mask=mask, other=0)
+    dscores = tl.zeros((BLOCK_T, K_PAD), tl.float32)
+    for _ in tl.range(parts):
+        dscores += tl.load(part, mask=mask, other=0.0)
+        part += R
+    scores = tl.load(scores_ptr + at, mask=mask, other=0.0)
+    ids = tl.load(ids_ptr + at, mask=mask, other=-1)
+    dvalues = scores * (dscores - tl.sum(dscores * scores, axis=1)[:, None])
     row = tl.zeros((BLOCK_T, E_PAD), tl.float32)
-    first = t.to(tl.int64) * K
-    for i in tl.static_range(K):
-        s = tl.load(scores_ptr + first + i, mask=t < T, other=0.0)
-        ds = tl.load(dscores_ptr + first + i, mask=t < T, other=0.0)
-        index = tl.load(ids_ptr + first + i, mask=t < T, other=-1)
-        row = tl.where(e[None, :] == index[:, None], (s * (ds - dot))[:, None], row)
+    for i in tl.range(K):
+        chosen = (k == i)[None, :]
+        index = tl.sum(tl.where(chosen, ids, 0), axis=1)
+        value = tl.sum(tl.where(chosen, dvalues, 0.0), axis=1)
+        row = tl.where(e[None, :] == index[:, None], value[:, None], row)
     out = dlogits_ptr + t.to(tl.int64)[:, None] * E + e[None, :]
     tl.store(out, narrow(row, dlogits_ptr.dtype.element_ty), mask=(t < T)[:, None] & (e < E)[None, :])
 
@@ -110,27 +115,44 @@ def router_topk_torch(logits_TE: torch.Tensor, K: int) -> tuple[torch.Tensor, to
 
 
 def router_topk_backward(
-    dscores_TK: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, E: int, dtype: torch.dtype
+    partials: torch.Tensor,
+    row_idx_R: torch.Tensor,
+    scores_TK: torch.Tensor,
+    ids_TK: torch.Tensor,
+    E: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """dlogits (T, E) in dtype from dscores (T, K): softmax over the chosen logits, zero elsewhere."""
+    """dlogits (T, E) in dtype, zero where an expert was not chosen.
+
+    partials (tiles, R) fp32 of dS in row order, as `d_act` leaves them, added tile by tile; row_idx_R slot -> row.
+    """
     T, K = ids_TK.shape
     dlogits = torch.empty(T, E, dtype=dtype, device=ids_TK.device)
     if T:
         e_pad = triton.next_power_of_2(E)
         block = _block_t(e_pad)
+        parts, R = partials.shape
         launch(
-            _topk_backward_kernel,
-            (cdiv(T, block),),
-            (dscores_TK, scores_TK, ids_TK, dlogits, T, E, K, triton.next_power_of_2(K), e_pad, block),
-        )
+            _topk_backward_kernel, (cdiv(T, block),),
+            (
+                partials, row_idx_R, scores_TK, ids_TK, dlogits, T, E, R, parts,
+                K, triton.next_power_of_2(K), e_pad, block,
+            ),
+        )  # fmt: skip
     return dlogits
 
 
 def router_topk_backward_torch(
-    dscores_TK: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, E: int, dtype: torch.dtype
+    partials: torch.Tensor,
+    row_idx_R: torch.Tensor,
+    scores_TK: torch.Tensor,
+    ids_TK: torch.Tensor,
+    E: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Plain-torch twin of `router_topk_backward`."""
-    d = scores_TK * (dscores_TK - (dscores_TK * scores_TK).sum(1, keepdim=True))
+    dscores = partials.sum(0)[row_idx_R.long()].view_as(scores_TK)
+    d = scores_TK * (dscores - (dscores * scores_TK).sum(1, keepdim=True))
     out = torch.zeros(ids_TK.shape[0], E, dtype=d.dtype, device=d.device)
     return out.scatter_(1, ids_TK.long(), d).to(dtype)
 
