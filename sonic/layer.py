@@ -1,7 +1,7 @@
 """The Mixture-of-Experts layer: `MoE`, `moe` and `experts`, with the backward of the paper (Algorithms 2, 3 and 5).
 
-Kept for the backward: X, H, scores and ids (T, K), the row of every slot and the experts' offsets; nothing else. Y, A, A',
-dH and dXt live inside one pass. Under `torch.compile` forward and backward are two `torch.library` operators with fake
+Kept for the backward: X, H, scores and ids (T, K), the row of every slot and the experts' offsets; nothing else. Y, A,
+A', dH and dXt live inside one pass. Under `torch.compile` forward and backward are two `torch.library` operators with fake
 kernels, so that `fullgraph=True` works; nothing waits for the device, so CUDA graphs can capture them.
 """
 
@@ -306,7 +306,7 @@ def _keep_for_op(ctx, inputs, output) -> None:  # noqa: ANN001
         ctx.save_for_backward(x, router_w, w1, w2, *kept)
 
 
-def _op_gradient(ctx, do, *_kept):  # noqa: ANN001, ANN202
+def _op_gradient(ctx, do, *_kept):  # noqa: ANN001, ANN002, ANN202
     x, router_w, w1, w2, *kept = ctx.saved_tensors
     needs = [ctx.needs_input_grad[i] for i in (0, 1 if router_w is not None else 3, 4, 5)]
     grads = _backward_op(do, x, router_w, w1, w2, *kept, ctx.choices, needs)
@@ -380,8 +380,9 @@ def experts(
     """O (T, d) of the experts for a routing of one's own.
 
     x (T, d); ids (T, K) integer, distinct per token, in [0, E); scores (T, K), weights of the sum, differentiable;
-    w1 (E, 2n, d), gate rows then up rows (`w1_layout="concat"`) or alternating ("interleaved"); w2 (E, d, n). Any strides;
-    weights without a contiguous last axis are copied on every call. `choices` picks kernels and wins over family and layout.
+    w1 (E, 2n, d), gate rows then up rows (`w1_layout="concat"`) or alternating ("interleaved"); w2 (E, d, n). Any
+    strides; weights without a contiguous last axis are copied on every call. `choices` picks kernels and wins over family and
+    layout.
     Raises ValueError for shapes, dtypes or a family that do not fit. Ids are not looked at, which would wait for the
     device. Paper Algorithms 2 and 3.
     """
@@ -409,8 +410,8 @@ def moe(
 ) -> Tensor:
     """The whole layer: softmax over the K largest of the logits x router_w^T, K of E experts, and their weighted sum.
 
-    x (..., d); router_w (E, d), in the dtype of x or a wider one; w1, w2, layout, family and choices as in `experts`. Ties
-    go to the lower expert. Returns the shape of x. Paper section 2 and Algorithm 2.
+    x (..., d); router_w (E, d), in the dtype of x or a wider one; w1, w2, layout, family and choices as in `experts`.
+    Ties go to the lower expert. Returns the shape of x. Paper section 2 and Algorithm 2.
     """
     flat = x.reshape(-1, x.shape[-1])
     _check(flat, w1, w2, K, router_w=router_w)
@@ -421,8 +422,8 @@ def moe(
 class MoE(nn.Module):
     """A Mixture-of-Experts layer with SwiGLU experts and a softmax-over-top-K router.
 
-    d width, n expert intermediate size, E experts, K experts per token. Parameters: router (E, d), w1 (E, 2n, d), w2 (E, d, n).
-    Raises ValueError for sizes that no layer can have.
+    d width, n expert intermediate size, E experts, K experts per token. Parameters: router (E, d), w1 (E, 2n, d), w2
+    (E, d, n). Raises ValueError for sizes that no layer can have.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Aggregation: O_t = sum_k s_tk Y_row(t,k), and dX the same without scores (paper Algorithm 2, kernel O).
 
-Each token gathers its K rows and sums them in slot order in fp32: bandwidth-bound, deterministic, nothing scattered. With
-`row_idx_R` None the rows are already in slot order (`aggregate=scatter_sum`). `gather_rows` is the separate gather.
+Each token gathers its K rows and sums them in slot order in fp32: bandwidth-bound, deterministic, nothing scattered.
+With `row_idx_R` None the rows are already in slot order (`aggregate=scatter_sum`). `gather_rows` is the separate gather.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def aggregate(
 ) -> torch.Tensor:
     """O (T, d): the weighted sum of every token's K rows.
 
-    y_Rd (R, d) contiguous; row_idx_R (R,) int32 slot -> row, or None for rows in slot order; scores_TK (T, K) fp32 or None.
+    y_Rd (R, d) contiguous; row_idx_R (R,) int32 slot -> row, or None for rows in slot order; scores_TK (T, K) fp32 or
+    None.
     """
     d = y_Rd.shape[1]
     o = torch.empty(T, d, dtype=y_Rd.dtype, device=y_Rd.device)

@@ -29,8 +29,8 @@ SMEM_LIMIT = 232448
 class Tile:
     """Launch choice of one GEMM kernel: block m x n x k, pipeline stages, warps, and how the block is run.
 
-    `group` M-tiles share an L2-friendly column sweep; `ctas` programs sit on one SM; `store` writes results by TMA or by
-    pointers; `flatten` lets the compiler start the next tile's loads under this tile's epilogue; `split` cuts the
+    `group` M-tiles share an L2-friendly column sweep; `ctas` programs sit on one SM; `store` writes results by TMA or
+    by pointers; `flatten` lets the compiler start the next tile's loads under this tile's epilogue; `split` cuts the
     epilogue into column chunks.
     """
 
@@ -174,7 +174,8 @@ def tma_ready(*tensors: torch.Tensor | None) -> bool:
 
 
 def _descriptor(t: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    """A descriptor without the constructor's checks, which `tma_ready` has made and which would cost more than a launch."""
+    """A descriptor without the constructor's checks, which `tma_ready` has made and which would cost more than a
+    launch."""
     made = object.__new__(TensorDescriptor)
     made.base, made.shape, made.strides, made.block_shape = t, shape, strides, block
     made.padding, made.round_f32_to_tf32 = "zero", False
@@ -189,8 +190,8 @@ def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
 def ragged(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """Descriptor of rows (R, ...) that is cut to one expert's rows at run time, through `ragged_coords`.
 
-    Two axes come before the tensor's own, and 64-bit addresses wrap around: the second axis moves the end of an expert to
-    row 2^30, where the third axis ends, and the first moves it back (the scheme of `triton.tools.ragged_tma`).
+    Two axes come before the tensor's own, and 64-bit addresses wrap around: the second axis moves the end of an expert
+    to row 2^30, where the third axis ends, and the first moves it back (the scheme of `triton.tools.ragged_tma`).
     """
     row = t.stride(0)
     return _descriptor(
@@ -212,7 +213,8 @@ def dot(a, b, acc):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """x (fp32) rounded to nearest even in dtype. The interpreter truncates to bf16, so the rounding is done by hand there."""
+    """x (fp32) rounded to nearest even in dtype. The interpreter truncates to bf16, so the rounding is done by hand
+    there."""
     if _INTERPRET and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -224,7 +226,8 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def grouped_tile(pid, num_m, num_n, GROUP: tl.constexpr):
-    """Tile coordinates (m, n) of a linear id: GROUP M-tiles at a time sweep the columns, so that both operands stay in L2."""
+    """Tile coordinates (m, n) of a linear id: GROUP M-tiles at a time sweep the columns, so that both operands stay
+    in L2."""
     per_group = GROUP * num_n
     first = pid // per_group * GROUP
     size = tl.minimum(num_m - first, GROUP)
@@ -234,7 +237,8 @@ def grouped_tile(pid, num_m, num_n, GROUP: tl.constexpr):
 
 @triton.jit
 def ragged_coords(row, end):
-    """Leading coordinates of a `ragged` descriptor for the rows from `row`: those at or past `end` fall out of bounds."""
+    """Leading coordinates of a `ragged` descriptor for the rows from `row`: those at or past `end` fall out of
+    bounds."""
     return 0x40000000, end, 0x40000000 - end + row
 
 

@@ -46,8 +46,8 @@ from sonic.shapes import Shape
 
 
 def configs(dtype: torch.dtype, n: int) -> list[Tile]:
-    """Tiles worth trying: two programs per SM, one's epilogue under the other's loop; the epilogue holds dA', gate and up at
-    once, so it runs in chunks of 16 columns to stay in 128 registers."""
+    """Tiles worth trying: two programs per SM, one's epilogue under the other's loop; the epilogue holds dA', gate and
+    up at once, so it runs in chunks of 16 columns to stay in 128 registers."""
     if INTERPRET:
         return [Tile(64, 64, 64)]
     if dtype == torch.float32:
@@ -235,8 +235,8 @@ def d_act(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dH (R, 2n), A' (R, n) and the dS partials (tiles, R) fp32.
 
-    do (T, d) with `gather`, else rows (R, d); w2_Edn (E, d, n), last axis contiguous; h_R2n (R, 2n); scores_R (R,) fp32 in
-    row order.
+    do (T, d) with `gather`, else rows (R, d); w2_Edn (E, d, n), last axis contiguous; h_R2n (R, 2n); scores_R (R,) fp32
+    in row order.
     """
     E, d, n = w2_Edn.shape
     if tile is None:

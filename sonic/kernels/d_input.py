@@ -1,6 +1,7 @@
 """Gradient of the gathered rows: dXt_e = dH_e W1_e (paper Algorithm 3, kernel dXt).
 
-Reads dH (R, 2n) and W1 (E, 2, n, d) as it is stored, writes dXt (R, d) in expert order; `aggregate` sums a token's rows to dX.
+Reads dH (R, 2n) and W1 (E, 2, n, d) as it is stored, writes dXt (R, d) in expert order; `aggregate` sums a token's rows
+to dX.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Down-projection of the experts: Y_e = A_e W2_e^T (paper Algorithm 2, kernel Y).
 
-Reads A (R, n) and W2 (E, d, n), writes Y (R, d) in expert order by TMA; `into` moves the result elsewhere (`grouped_gemm`).
+Reads A (R, n) and W2 (E, d, n), writes Y (R, d) in expert order by TMA; `into` moves the result elsewhere
+(`grouped_gemm`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def down_proj(
     scores: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Y (R, d) from a_Rn (R, n) contiguous and w2_Edn (E, d, n); with into="tokens" O (T, d) fp32, weighted by scores (T, K)."""
+    """Y (R, d) from a_Rn (R, n) contiguous and w2_Edn (E, d, n); with into="tokens" O (T, d) fp32, weighted by
+    scores (T, K)."""
     E, d, n = w2_Edn.shape
     if tile is None:
         rerun = partial(down_proj, a_Rn, w2_Edn, meta, into=into, scores=scores)

@@ -1,7 +1,7 @@
 """Varlen-M grouped GEMM over contiguous rows: Y_e = A_e B_e, shared by `down_proj` and `d_input`.
 
-Reads A (R, H, k) and B per expert, either (d, k) rows as W2 in the forward (`k_major`) or (H, k, d) as W1 in the backward;
-the contraction runs over both H and k. Three ways to leave the result (`into`):
+Reads A (R, H, k) and B per expert, either (d, k) rows as W2 in the forward (`k_major`) or (H, k, d) as W1 in the
+backward; the contraction runs over both H and k. Three ways to leave the result (`into`):
 
     rows     Y (R, d) in expert order; the sum over a token's rows is `aggregate`'s
     slots    Y (R, d) in token order, written through slot_idx (scatter_sum)
@@ -83,8 +83,9 @@ def _grouped_gemm_kernel(
             h = step // steps if H > 1 else 0
             k0 = (step % steps if H > 1 else step) * BLOCK_K
             if TMA:
-                # rows past the expert's end are the next expert's: multiplied, never stored. Columns past k_size meet zeros
-                # of B. A is described in two axes: reshaped to a matrix it gets one buffer too few (triton 3.6, a race)
+                # Rows past the expert's end are the next expert's: multiplied, never stored. Columns past k_size meet
+                # zeros of B. A is described in two axes: reshaped to a matrix it gets one buffer too few, and the next
+                # load overwrites what the tensor cores still read (seen on triton 3.6).
                 a = a_desc.load([row0, h * k_size + k0])
                 if K_MAJOR:
                     b = tl.reshape(b_desc.load([expert, h, col0, k0]), (BLOCK_N, BLOCK_K)).T
@@ -134,8 +135,8 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """Rows of every expert times its matrix; see the module.
 
-    a_RHk (R, H, k) contiguous; b (E, H, d, k) with `k_major`, else (E, H, k, d), any strides but 1 on the last axis. scores
-    (T, K) fp32 weigh the rows with into="tokens". Returns (R, d) in the dtype of a, or (T, d) fp32 with into="tokens".
+    a_RHk (R, H, k) contiguous; b (E, H, d, k) with `k_major`, else (E, H, k, d), any strides but 1 on the last axis.
+    scores (T, K) fp32 weigh the rows with into="tokens". Returns (R, d) in the dtype of a, or (T, d) fp32 with into="tokens".
     """
     R, H, k = a_RHk.shape
     d = b.shape[2] if k_major else b.shape[3]

@@ -11,7 +11,8 @@ Rows of one expert keep the order of their slots, so every later sum has one ord
 Three launches: a histogram per block of slots, a prefix sum over blocks, and the scatter, which also maps output tiles
 of the usual height to experts; `tile_map` does so for another height.
 
-Example: ids [[0, 2], [2, 1]], E = 3 -> counts [1, 1, 2], offsets [0, 1, 2, 4], slot_idx [0, 3, 1, 2], gather_idx [0, 1, 0, 1].
+Example: ids [[0, 2], [2, 1]], E = 3 -> counts [1, 1, 2], offsets [0, 1, 2, 4], slot_idx [0, 3, 1, 2], gather_idx [0, 1,
+0, 1].
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Metadata:
 
 @dataclass(frozen=True)
 class TileMap:
-    """Output tiles of a given height m, in expert order: int32 table (3 limit + 1) of expert, first row, end row, and the count.
+    """Output tiles of a given height m, in expert order: int32 table (3 limit + 1) of expert, first row, end row, and
+    the count.
 
     `limit` bounds the count without knowing the routing: R/m full tiles and one partial tile per expert.
     """
@@ -104,7 +106,8 @@ def _prefix_kernel(partial_ptr, counts_ptr, blocks, E, ROWS: tl.constexpr, COLS:
 
 @triton.jit
 def _write_tile_map(table_ptr, first, counts, starts, E, limit, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
-    """Entries `first` .. `first + BLOCK` of a tile map, from the counts and starts of all experts (padded with zeros)."""
+    """Entries `first` .. `first + BLOCK` of a tile map, from the counts and starts of all experts (padded with
+    zeros)."""
     last_tile = tl.cumsum((counts + TILE_M - 1) // TILE_M, axis=0)
     total = tl.max(last_tile)
     tile = first + tl.arange(0, BLOCK)
@@ -194,8 +197,8 @@ def _map_block(e_pad: int) -> int:
 def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
     """Sort the rows of a routing by expert.
 
-    ids_TK (T, K) int32, contiguous, every value in [0, E); E experts, at most 4096. Returns `Metadata` on the same device,
-    with the map of tiles of the usual height in it.
+    ids_TK (T, K) int32, contiguous, every value in [0, E); E experts, at most 4096. Returns `Metadata` on the same
+    device, with the map of tiles of the usual height in it.
     """
     T, K = ids_TK.shape
     R = T * K
@@ -238,7 +241,8 @@ def metadata_torch(ids_TK: torch.Tensor, E: int) -> Metadata:
 def restore(
     row_idx_R: torch.Tensor, offsets_E1: torch.Tensor, scores_TK: torch.Tensor
 ) -> tuple[Metadata, torch.Tensor]:
-    """The whole metadata and the scores in row order (R,) from what the backward keeps: 4 bytes a pair instead of 16."""
+    """The whole metadata and the scores in row order (R,) from what the backward keeps: 4 bytes a pair instead of
+    16."""
     T, K = scores_TK.shape
     R, E = T * K, offsets_E1.numel() - 1
     slot_idx, gather_idx = torch.empty_like(row_idx_R), torch.empty_like(row_idx_R)

@@ -1,10 +1,10 @@
 """Router top-K: scores = softmax(top-K(logits)) with the K largest logits of each token (paper section 4.3).
 
-Reads logits (T, E). Writes ids (T, K) int32, by falling logit, and scores (T, K) fp32. Backward: dlogits (T, E) from the partial
-sums of dS.
+Reads logits (T, E). Writes ids (T, K) int32, by falling logit, and scores (T, K) fp32. Backward: dlogits (T, E) from
+the partial sums of dS.
 
-Ties go to the lower index: a logit and its index are packed into one sortable integer, so all keys differ and the order is
-that of a stable sort. NaN sorts above +inf (as in torch.topk). One pass over the logits; the softmax is fused.
+Ties go to the lower index: a logit and its index are packed into one sortable integer, so all keys differ and the order
+is that of a stable sort. NaN sorts above +inf (as in torch.topk). One pass over the logits; the softmax is fused.
 """
 
 from __future__ import annotations

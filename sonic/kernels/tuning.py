@@ -76,7 +76,8 @@ def choose(
     candidates: Callable[[], list[Tile]],
     run: Callable[..., object],
 ) -> Tile:
-    """The tile for a kernel at these sizes, out of `candidates()`; `run(tile=...)` launches it once on the caller's tensors."""
+    """The tile for a kernel at these sizes, out of `candidates()`; `run(tile=...)` launches it once on the caller's
+    tensors."""
     at = (kernel, d, n, E, dtype)
     if at not in _chosen:
         _chosen[at] = _decide(entry(*at), candidates(), run)

@@ -140,8 +140,8 @@ def up_proj(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """H (R, 2n) and A (R, n) of the routed rows; None for one that was not asked for.
 
-    x (T, d) with `gather`, else the rows themselves (R, d); contiguous rows. w1_E2nd (E, 2, n, d), any strides but 1 on the
-    last axis: gate rows at [:, 0], up rows at [:, 1].
+    x (T, d) with `gather`, else the rows themselves (R, d); contiguous rows. w1_E2nd (E, 2, n, d), any strides but 1 on
+    the last axis: gate rows at [:, 0], up rows at [:, 1].
     """
     E, _, n, d = w1_E2nd.shape
     R = meta.R

@@ -1,7 +1,7 @@
 """Weight gradients, varlen-K (paper Algorithm 3): dW1_e = dH_e^T gather(X)_e and dW2_e = gather(dO)_e^T A'_e.
 
-The contraction runs over an expert's rows. One operand is contiguous in row order, P (R, H, n): dH with H = 2, or A' with
-H = 1; the other is gathered from Q (T, d) by row index. The gradient is written in the layout of its weight:
+The contraction runs over an expert's rows. One operand is contiguous in row order, P (R, H, n): dH with H = 2, or A'
+with H = 1; the other is gathered from Q (T, d) by row index. The gradient is written in the layout of its weight:
 dW1 (E, 2, n, d) has P's columns as rows, dW2 (E, d, n) has Q's. An expert without rows gets zeros.
 """
 
@@ -45,8 +45,8 @@ def configs(dtype: torch.dtype, columns: int) -> list[Tile]:
     if dtype == torch.float32:
         return [Tile(64, 64, 32, stages=3, warps=4, store="pointer")]
     tiles = [
-        Tile(128, 128, 64, stages=3, warps=4, ctas=2),
         Tile(128, 128, 64, stages=3, warps=4, ctas=2, split=2),
+        Tile(128, 128, 64, stages=3, warps=4, ctas=2),
         Tile(128, 256, 64, stages=3, split=2),
         Tile(128, 256, 64, stages=4, split=2),
         Tile(128, 256, 64, stages=3),
@@ -84,14 +84,15 @@ def _weight_grad_kernel(
         q_cols = d0 + tl.arange(0, BLOCK_Q)
         p_cols = n0 + tl.arange(0, BLOCK_P)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        # the index of a block is read one step ahead: a load that waits for a load in the same step costs pipeline stages
+        # the index of a block is read one step ahead: a load that waits for a load in the same step costs pipeline
+        # stages
         source = tl.minimum(start + tl.arange(0, BLOCK_K), end - 1)
         if gather_ptr is not None:
             source = tl.load(gather_ptr + source, mask=source >= start, other=0)
         for row in tl.range(start, end, BLOCK_K):
             rows = row + tl.arange(0, BLOCK_K)
-            # P is zero past the expert's end; Q repeats the expert's last row there, whose product with zero is zero unless
-            # that row is not finite, and then the gradient is not finite anyway
+            # P is zero past the expert's end; Q repeats the expert's last row there, whose product with zero is zero
+            # unless that row is not finite, and then the gradient is not finite anyway
             if TMA:
                 c0, c1, c2 = ragged_coords(row, end)
                 p = tl.reshape(p_desc.load([c0, c1, c2, h, n0]), (BLOCK_K, BLOCK_P))
