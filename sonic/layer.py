@@ -1,8 +1,8 @@
 """The Mixture-of-Experts layer: `MoE`, `moe` and `experts`, with the backward of the paper (Algorithms 2, 3 and 5).
 
 Kept for the backward: X, H, scores and ids (T, K), the row of every slot and the experts' offsets; nothing else. Y, A,
-A', dH and dXt live inside one pass. Under `torch.compile` forward and backward are two `torch.library` operators with fake
-kernels, so that `fullgraph=True` works; nothing waits for the device, so CUDA graphs can capture them.
+A', dH and dXt live inside one pass. Under `torch.compile` forward and backward are two `torch.library` operators with
+fake kernels, so that `fullgraph=True` works; nothing waits for the device, so CUDA graphs can capture them.
 """
 
 from __future__ import annotations
@@ -381,9 +381,8 @@ def experts(
 
     x (T, d); ids (T, K) integer, distinct per token, in [0, E); scores (T, K), weights of the sum, differentiable;
     w1 (E, 2n, d), gate rows then up rows (`w1_layout="concat"`) or alternating ("interleaved"); w2 (E, d, n). Any
-    strides; weights without a contiguous last axis are copied on every call. `choices` picks kernels and wins over family and
-    layout.
-    Raises ValueError for shapes, dtypes or a family that do not fit. Ids are not looked at, which would wait for the
+    strides; weights without a contiguous last axis are copied on every call. `choices` picks kernels and wins over
+    family and layout. Raises ValueError for shapes, dtypes or a family that do not fit. Ids are not looked at, which would wait for the
     device. Paper Algorithms 2 and 3.
     """
     if ids.dim() != 2:

@@ -1,7 +1,8 @@
 """Aggregation: O_t = sum_k s_tk Y_row(t,k), and dX the same without scores (paper Algorithm 2, kernel O).
 
 Each token gathers its K rows and sums them in slot order in fp32: bandwidth-bound, deterministic, nothing scattered.
-With `row_idx_R` None the rows are already in slot order (`aggregate=scatter_sum`). `gather_rows` is the separate gather.
+With `row_idx_R` None the rows are already in slot order (`aggregate=scatter_sum`). `gather_rows` is the separate
+gather.
 """
 
 from __future__ import annotations

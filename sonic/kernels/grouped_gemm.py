@@ -136,7 +136,8 @@ def grouped_gemm(
     """Rows of every expert times its matrix; see the module.
 
     a_RHk (R, H, k) contiguous; b (E, H, d, k) with `k_major`, else (E, H, k, d), any strides but 1 on the last axis.
-    scores (T, K) fp32 weigh the rows with into="tokens". Returns (R, d) in the dtype of a, or (T, d) fp32 with into="tokens".
+    scores (T, K) fp32 weigh the rows with into="tokens". Returns (R, d) in the dtype of a, or (T, d) fp32 with
+    into="tokens".
     """
     R, H, k = a_RHk.shape
     d = b.shape[2] if k_major else b.shape[3]
