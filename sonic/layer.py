@@ -382,8 +382,8 @@ def experts(
     x (T, d); ids (T, K) integer, distinct per token, in [0, E); scores (T, K), weights of the sum, differentiable;
     w1 (E, 2n, d), gate rows then up rows (`w1_layout="concat"`) or alternating ("interleaved"); w2 (E, d, n). Any
     strides; weights without a contiguous last axis are copied on every call. `choices` picks kernels and wins over
-    family and layout. Raises ValueError for shapes, dtypes or a family that do not fit. Ids are not looked at, which would wait for the
-    device. Paper Algorithms 2 and 3.
+    family and layout. Raises ValueError for shapes, dtypes or a family that do not fit. Ids are not looked at, which
+    would wait for the device. Paper Algorithms 2 and 3.
     """
     if ids.dim() != 2:
         raise ValueError(f"ids has shape {tuple(ids.shape)}; it must be (T, K)")
