@@ -328,6 +328,10 @@ def _run(
     w1, w2 = (w if w.stride(-1) == 1 else w.contiguous() for w in (w1, w2))
     if torch.compiler.is_compiling():
         return _forward_op(x, router_w, ids, scores, w1, w2, K, c.encoded, keep)[0]
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        # Triton launches on the current device; autograd sets it for the backward
+        with torch.cuda.device(x.device):
+            return _Layer.apply(x, router_w, ids, scores, w1, w2, K, c, keep)
     return _Layer.apply(x, router_w, ids, scores, w1, w2, K, c, keep)
 
 
