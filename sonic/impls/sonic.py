@@ -77,7 +77,8 @@ def _with_sizes(base: Tile, point: Point, itemsize: int) -> Tile:
     asked = point.tile
     tile = base.override(m=asked.m, n=asked.n, k=asked.k, stages=asked.stages, warps=asked.warps)
     ring = tile.stages * (tile.m + tile.n) * tile.k * itemsize
-    ctas = tile.ctas if tile.ctas * ring <= SMEM_LIMIT else 1
+    # programs share an SM while their rings fit, and while accumulators take half of the registers at most
+    ctas = tile.ctas if tile.ctas * ring <= SMEM_LIMIT and tile.ctas * tile.m * tile.n <= 32768 else 1
     return replace(tile, ctas=ctas, split=min(tile.split, tile.n // 16))
 
 
