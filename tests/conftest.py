@@ -1,10 +1,10 @@
-"""What every test of this folder runs under: Triton's interpreter where there is no GPU, and outputs that start as NaN."""
+"""What every test runs under: Triton's interpreter where there is no GPU, and outputs that start as NaN."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ POISON = -(1 << 30)
 
 
 def poisoned(t: torch.Tensor) -> torch.Tensor:
-    """The same tensor filled with NaN, or with `POISON` where it holds integers; fake and functional tensors as they are."""
+    """The tensor filled with NaN, or with `POISON` where it holds integers; fake and functional tensors as they are."""
     if type(t) is not torch.Tensor or isinstance(t, FakeTensor) or torch._is_functional_tensor(t):
         return t
     with torch.no_grad():
@@ -39,10 +39,14 @@ def _poisoning(make: Callable) -> Callable:
     return wrapped
 
 
+# Made once and known to torch.compile, which would otherwise trace into them and stop at torch's own function.
+_EMPTY = {name: torch.compiler.allow_in_graph(_poisoning(getattr(torch, name))) for name in ("empty", "empty_like")}
+_NEW_EMPTY = _poisoning(torch.Tensor.new_empty)
+
+
 @pytest.fixture(autouse=True)
-def _outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`torch.empty`, `empty_like` and `new_empty` called in `sonic` hand out poison, so that an unwritten output shows."""
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, _poisoning(getattr(torch, name)))
-    monkeypatch.setattr(torch.Tensor, "new_empty", _poisoning(torch.Tensor.new_empty))
-    yield
+def _outputs_start_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.empty`, `empty_like` and `new_empty` hand out poison in `sonic`, so that an unwritten output shows."""
+    for name, poisoning in _EMPTY.items():
+        monkeypatch.setattr(torch, name, poisoning)
+    monkeypatch.setattr(torch.Tensor, "new_empty", _NEW_EMPTY)

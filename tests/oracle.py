@@ -121,7 +121,7 @@ def draw(case: Case, *, dtype: torch.dtype | None = None, device: torch.device =
 
 
 def _slice(t: torch.Tensor, axis: int, more: int) -> torch.Tensor:
-    """t as the front of a tensor that is longer along an axis; the rest is NaN, which must never be read into a result."""
+    """t as the front of a tensor that is longer along an axis; the rest is NaN, which must never reach a result."""
     size = list(t.shape)
     size[axis] = more
     return torch.cat([t, t.new_full(size, float("nan"))], dim=axis).narrow(axis, 0, t.shape[axis])
@@ -161,12 +161,14 @@ def oracle(
         s = wide["s"] = scores.detach().cpu().double().requires_grad_()
         del wide["router_w"]
     gate_up = concat_w1(wide["w1"], case.w)
-    o = torch.zeros_like(wide["x"])
+    o = 0 * wide["x"]  # a graph even without tokens
     for e in ids.unique().tolist():
         token, slot = torch.where(ids == e)
         gate, up = (wide["x"][token] @ gate_up[e].T).chunk(2, dim=1)
         o = o.index_add(0, token, s[token, slot, None] * ((F.silu(gate) * up) @ wide["w2"][e].T))
-    grads = torch.autograd.grad(o, list(wide.values()), inputs.do.cpu().double(), allow_unused=True, materialize_grads=True)
+    grads = torch.autograd.grad(
+        o, list(wide.values()), inputs.do.cpu().double(), allow_unused=True, materialize_grads=True
+    )
     return {"o": o.detach()} | {f"d{name}": grad for name, grad in zip(wide, grads, strict=True)}
 
 
@@ -178,7 +180,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def check(case: object, name: str, got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
-    """AssertionError naming case, tensor, error and the first mismatches, unless got is want within a relative error."""
+    """AssertionError naming case, tensor, error and the worst places, unless got is want within a relative error."""
     assert got is not None, f"{case}: {name} is missing"
     assert got.shape == want.shape, f"{case}: {name} has shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     error = relative_error(got, want)
@@ -192,7 +194,9 @@ def check(case: object, name: str, got: torch.Tensor, want: torch.Tensor, limit:
         for at in worst
     ]
     unwritten = int(got.isnan().sum())
-    raise AssertionError("\n".join([f"{case}: {name} is off by {error:.2e}, limit {limit:.0e}; {unwritten} NaN", *rows]))
+    raise AssertionError(
+        "\n".join([f"{case}: {name} is off by {error:.2e}, limit {limit:.0e}; {unwritten} NaN", *rows])
+    )
 
 
 def check_equal(case: object, name: str, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -204,7 +208,7 @@ def check_equal(case: object, name: str, got: torch.Tensor, want: torch.Tensor) 
 
 
 def tensors(result: object) -> dict[str, torch.Tensor]:
-    """Every tensor that a step returns, by name or place; partial sums of dS are added up, since tiles decide their number."""
+    """Every tensor that a step returns, by name or place."""
     if isinstance(result, Metadata):
         return {name: getattr(result, name) for name in ("offsets_E1", "slot_idx_R", "gather_idx_R", "row_idx_R")}
     if isinstance(result, TileMap):
@@ -225,7 +229,7 @@ def against_twin(case: object, step: str, *args: object, limit: float | None = N
         twin_args[2] = args[2].new_full(args[2].shape, float("nan"))
     result = getattr(TRITON, step)(*args, **kwargs)
     wanted = getattr(TWINS, step)(*twin_args, **kwargs)
-    if step in ("d_act", "d_swiglu"):
+    if step in ("d_act", "d_swiglu"):  # tiles decide how many partial sums of dS there are
         got, want = ({**tensors(r), "2": r[2].sum(0)} for r in (result, wanted))
     else:
         got, want = tensors(result), tensors(wanted)

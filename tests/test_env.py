@@ -159,7 +159,11 @@ def test_outside_a_clone_the_commit_is_told(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_clone_without_git_or_commits(tmp_path: Path, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path / "empty")], check=True)
-    assert envs.revision(tmp_path, tmp_path / "empty") == ("unknown", False)
+    monkeypatch.delenv("SONIC_COMMIT", raising=False)
+    assert envs.revision(tmp_path, tmp_path / "empty") == ("unknown", None)
+    monkeypatch.setenv("SONIC_COMMIT", "abc123")  # the history stayed behind when the clone was copied
+    assert envs.revision(tmp_path, tmp_path / "empty") == ("abc123", None)
+    monkeypatch.delenv("SONIC_COMMIT")
     monkeypatch.setenv("PATH", "")
     assert envs.revision(clone, clone) == ("unknown", None)
 

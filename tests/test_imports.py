@@ -81,7 +81,7 @@ def test_measuring_and_recording_know_nothing_of_the_layer(rows: str) -> None:
     ["sonic", "sonic.shapes", "sonic.record", "sonic.config", "sonic.sweep", "sonic.merge", "sonic.doctor", "analysis"],
 )
 def test_importing_it_loads_neither_torch_nor_wandb(module: str) -> None:
-    """In a process of its own. Triton, Hydra's launchers and baselines stay out as well; Hydra may come with its users."""
+    """In a process of its own. Triton and baselines stay out as well; Hydra may come with its users."""
     absent = {"torch", "triton", "wandb", "transformers"}
     if module not in ("sonic.config", "sonic.sweep"):
         absent |= {"hydra", "omegaconf"}

@@ -1,20 +1,26 @@
-"""Compile the launches of the GEMM kernels for sm_90a on a machine without a GPU and count what came out.
+"""Compile launches for sm_90a on a machine without a GPU and count what came out.
 
-`python -m tests.kernels.compile_sm90 [filter]` prints one line per shipped tile. A process of its own, since
-TRITON_INTERPRET must be off when triton is imported.
+`python -m tests.kernels.compile_sm90 [group] [--dtype bf16] [--d 1536] [--n 256] [--filter REGEX] [--distinct]` prints
+one JSON line per launch. A process of its own, since TRITON_INTERPRET must be off when triton is imported. Groups:
+
+    tiles      every tile that a GEMM kernel may choose at these sizes; --distinct leaves out those that differ only in
+               the order in which programs visit tiles
+    variants   the first tile of every GEMM kernel under every switch that changes its code
+    others     every kernel without a tile: router, metadata, aggregation, element-wise
+    tuned      the choices in `sonic/kernels/tuned` that were made under this triton, each at its own sizes and dtype
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,12 +31,26 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sonic.kernels import d_act, d_input, down_proj, grouped_gemm, up_proj, weight_grad
-from sonic.kernels.common import SMEM_LIMIT, Tile
-from sonic.kernels.metadata import metadata_torch
+from sonic.kernels import (
+    aggregate,
+    d_act,
+    d_input,
+    down_proj,
+    grouped_gemm,
+    metadata,
+    router_topk,
+    tuning,
+    up_proj,
+    weight_grad,
+)
+from sonic.kernels.common import Tile
 
 _BIN = Path(triton.backends.nvidia.__file__).parent / "bin"
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+#: What to compile: a name, the tile (None for a kernel that has none), and the launcher.
+Wanted = Iterator[tuple[str, Tile | None, Callable[[], object]]]
 
 
 @dataclass(frozen=True)
@@ -104,45 +124,154 @@ def counted(kernel) -> dict[str, int]:
     }
 
 
-def shipped(dtype: torch.dtype, d: int, n: int) -> Iterator[tuple[str, Tile, Callable[[], object]]]:
-    """(name, tile, launcher) of every tile that the GEMM kernels may choose at these sizes."""
-    T, E, K = 64, 4, 2
-    R = T * K
-    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).int()
-    meta = metadata_torch(ids, E)
-    new = lambda *size: torch.zeros(size, dtype=dtype)  # noqa: E731
-    x, w1, w2 = new(T, d), new(E, 2, n, d), new(E, d, n)
-    h, a, s = new(R, 2 * n), new(R, n), torch.zeros(R)
-    for tile in up_proj.configs(dtype, n):
-        yield "up_proj", tile, lambda t=tile: up_proj.up_proj(x, w1, meta, tile=t)
-    for tile in grouped_gemm.configs(dtype, d):
-        yield "down_proj", tile, lambda t=tile: down_proj.down_proj(a, w2, meta, tile=t)
-        yield "d_input", tile, lambda t=tile: d_input.d_input(h, w1, meta, tile=t)
-    for tile in d_act.configs(dtype, n):
-        yield "d_act", tile, lambda t=tile: d_act.d_act(x, w2, h, s, meta, tile=t)
-    for tile in weight_grad.configs(dtype, d):
-        yield "weight_grad_1", tile, lambda t=tile: weight_grad.weight_grad_1(x, h, w1, meta, tile=t)
-    for tile in weight_grad.configs(dtype, n):
-        yield "weight_grad_2", tile, lambda t=tile: weight_grad.weight_grad_2(x, a, w2, meta, tile=t)
+class Sizes:
+    """Inputs of every launcher at given sizes; zeros, since nothing runs."""
+
+    def __init__(self, dtype: torch.dtype, d: int, n: int) -> None:
+        self.T, self.E, self.K, self.d, self.n, self.dtype = 64, 4, 2, d, n, dtype
+        R = self.T * self.K
+        self.ids = torch.arange(R, dtype=torch.int32).view(self.T, self.K) % self.E
+        self.meta = metadata.metadata_torch(self.ids, self.E)
+        new = lambda *size: torch.zeros(size, dtype=dtype)  # noqa: E731
+        self.x, self.rows, self.h, self.a = new(self.T, d), new(R, d), new(R, 2 * n), new(R, n)
+        self.w1, self.w2 = new(self.E, 2, n, d), new(self.E, d, n)
+        self.w1_interleaved = new(self.E, n, 2, d).transpose(1, 2)
+        self.scores_R, self.scores_TK = torch.zeros(R), torch.zeros(self.T, self.K)
+
+    def gemm(self, kernel: str, tile: Tile) -> Callable[[], object]:
+        """The launcher of a GEMM kernel as the layer calls it by default."""
+        meta = self.meta
+        return {
+            "up_proj": lambda: up_proj.up_proj(self.x, self.w1, meta, tile=tile),
+            "down_proj": lambda: down_proj.down_proj(self.a, self.w2, meta, tile=tile),
+            "d_input": lambda: d_input.d_input(self.h, self.w1, meta, tile=tile),
+            "d_act": lambda: d_act.d_act(self.x, self.w2, self.h, self.scores_R, meta, tile=tile),
+            "d_act_gemm": lambda: d_act.d_act_gemm(self.x, self.w2, meta, tile=tile),
+            "weight_grad_1": lambda: weight_grad.weight_grad_1(self.x, self.h, self.w1, meta, tile=tile),
+            "weight_grad_2": lambda: weight_grad.weight_grad_2(self.x, self.a, self.w2, meta, tile=tile),
+        }[kernel]
+
+    def candidates(self) -> dict[str, list[Tile]]:
+        d, n, dtype = self.d, self.n, self.dtype
+        return {
+            "up_proj": up_proj.configs(dtype, n),
+            "down_proj": grouped_gemm.configs(dtype, d),
+            "d_input": grouped_gemm.configs(dtype, d),
+            "d_act": d_act.configs(dtype, n),
+            "weight_grad_1": weight_grad.configs(dtype, d),
+            "weight_grad_2": weight_grad.configs(dtype, n),
+        }
 
 
-def main(chosen: str = "") -> None:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[os.environ.get("DTYPE", "bf16")]
-    for name, tile, call in shipped(dtype, 1536, 256):
-        label = f"{name} {tile}"
-        if not re.search(chosen, label):
+def tiles(dtype: torch.dtype, d: int, n: int, distinct: bool = False) -> Wanted:
+    sizes = Sizes(dtype, d, n)
+    for kernel, candidates in sizes.candidates().items():
+        seen = set()
+        for tile in candidates:
+            if distinct and replace(tile, group=0) in seen:
+                continue
+            seen.add(replace(tile, group=0))
+            yield kernel, tile, sizes.gemm(kernel, tile)
+
+
+def variants(dtype: torch.dtype, d: int, n: int) -> Wanted:
+    s = Sizes(dtype, d, n)
+    meta, first = s.meta, {kernel: candidates[0] for kernel, candidates in s.candidates().items()}
+    up, act = partial(up_proj.up_proj, s.x), partial(d_act.d_act, w2_Edn=s.w2, h_R2n=s.h, scores_R=s.scores_R)
+    calls = {
+        "up_proj without H": lambda t: up(s.w1, meta, with_h=False, tile=t),
+        "up_proj without A": lambda t: up(s.w1, meta, with_act=False, tile=t),
+        "up_proj interleaved": lambda t: up(s.w1_interleaved, meta, tile=t),
+        "up_proj rows": lambda t: up_proj.up_proj(s.rows, s.w1, meta, gather=False, tile=t),
+        "down_proj slots": lambda t: down_proj.down_proj(s.a, s.w2, meta, into="slots", tile=t),
+        "down_proj tokens": lambda t: down_proj.down_proj(s.a, s.w2, meta, into="tokens", scores=s.scores_TK, tile=t),
+        "d_input slots": lambda t: d_input.d_input(s.h, s.w1, meta, into="slots", tile=t),
+        "d_input tokens": lambda t: d_input.d_input(s.h, s.w1, meta, into="tokens", tile=t),
+        "d_input interleaved": lambda t: d_input.d_input(s.h, s.w1_interleaved, meta, tile=t),
+        "d_act rows": lambda t: act(s.rows, meta=meta, gather=False, tile=t),
+        "d_act gemm": lambda t: d_act.d_act_gemm(s.x, s.w2, meta, tile=t),
+        "weight_grad_1 rows": lambda t: weight_grad.weight_grad_1(s.rows, s.h, s.w1, meta, gather=False, tile=t),
+        "weight_grad_1 interleaved": lambda t: weight_grad.weight_grad_1(s.x, s.h, s.w1_interleaved, meta, tile=t),
+        "weight_grad_2 rows": lambda t: weight_grad.weight_grad_2(s.rows, s.a, s.w2, meta, gather=False, tile=t),
+    }
+    for name, call in calls.items():
+        tile = first[name.split()[0]]
+        yield name, tile, partial(call, tile)
+
+
+def others(dtype: torch.dtype, d: int, n: int) -> Wanted:
+    s = Sizes(dtype, d, n)
+    row_idx = s.meta.row_idx_R
+    for E, K in ((8, 2), (300, 10), (4096, 64)):
+        logits = torch.zeros(s.T, E, dtype=dtype)
+        ids = torch.zeros(s.T, K, dtype=torch.int32)
+        index, offsets = torch.zeros(s.T * K, dtype=torch.int32), torch.zeros(E + 1, dtype=torch.int32)
+        scores, partials = torch.zeros(s.T, K), torch.zeros(2, s.T * K)
+        at = f"E={E} K={K}"
+        yield f"router_topk {at}", None, partial(router_topk.router_topk, logits, K)
+        backward = partial(router_topk.router_topk_backward, partials, index, scores, ids, E, dtype)
+        yield f"router_topk_backward {at}", None, backward
+        yield f"metadata {at}", None, partial(metadata.metadata, ids, E)
+        yield f"restore {at}", None, partial(metadata.restore, index, offsets, scores)
+        yield f"tile_map {at}", None, partial(metadata.tile_map, offsets, s.T * K, 64)
+    yield "aggregate", None, partial(aggregate.aggregate, s.rows, row_idx, s.scores_TK, s.T, s.K)
+    yield "aggregate slots", None, partial(aggregate.aggregate, s.rows, None, None, s.T, s.K)
+    yield "gather_rows", None, partial(aggregate.gather_rows, s.x, s.meta.gather_idx_R)
+    yield "swiglu", None, partial(up_proj.swiglu, s.h)
+    yield "d_swiglu", None, partial(d_act.d_swiglu, s.a, s.h, s.scores_R)
+    yield "d_scores", None, partial(d_act.d_scores, torch.zeros(2, s.T * s.K), row_idx)
+
+
+def tuned() -> Wanted:
+    """Each distinct (kernel, sizes, dtype, tile) of the committed files; E changes nothing in the code."""
+    seen = set()
+    for path in sorted((Path(tuning.__file__).parent / "tuned").glob("*.json")):
+        for key, fields in json.loads(path.read_text()).items():
+            kernel, *rest = key.split()
+            *_, dtype, version = rest
+            at = dict(part.split("=") for part in rest if "=" in part)
+            tile = Tile(**fields)
+            entry = (kernel, at["d"], at["n"], dtype, replace(tile, group=0))
+            if at["triton"] != triton.__version__ or entry in seen:
+                continue
+            seen.add(entry)
+            sizes = Sizes(getattr(torch, dtype), int(at["d"]), int(at["n"]))
+            yield key, tile, sizes.gemm(kernel, tile)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("group", nargs="?", default="tiles", choices=("tiles", "variants", "others", "tuned"))
+    parser.add_argument("--dtype", default="bf16", choices=_DTYPES)
+    parser.add_argument("--d", type=int, default=1536)
+    parser.add_argument("--n", type=int, default=256)
+    parser.add_argument("--filter", default="")
+    parser.add_argument("--distinct", action="store_true")
+    asked = parser.parse_args()
+    at = (_DTYPES[asked.dtype], asked.d, asked.n)
+    wanted = {
+        "tiles": lambda: tiles(*at, asked.distinct),
+        "variants": lambda: variants(*at),
+        "others": lambda: others(*at),
+        "tuned": tuned,
+    }[asked.group]()
+    for name, tile, call in wanted:
+        if not re.search(asked.filter, f"{name} {tile}"):
             continue
-        launches = [launch for launch in captured(call) if "PROGRAMS" in launch.arguments]
-        begun = time.perf_counter()
-        counts = counted(compiled(launches[-1]))
-        fits = counts["shared"] <= SMEM_LIMIT
-        print(
-            json.dumps(
-                {"kernel": name, "tile": str(tile), **counts, "fits": fits, "s": round(time.perf_counter() - begun, 1)}
-            ),
-            flush=True,
-        )
+        launches = captured(call)
+        for launch in launches if tile is None else launches[-1:]:
+            begun = time.perf_counter()
+            counts = counted(compiled(launch))
+            seconds = round(time.perf_counter() - begun, 1)
+            line = {
+                "name": name,
+                "kernel": launch.kernel.__name__,
+                "tile": tile and asdict(tile),
+                **counts,
+                "s": seconds,
+            }
+            print(json.dumps({"triton": triton.__version__, **line}), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -35,8 +35,9 @@ def logits(T: int, E: int, dtype: str) -> torch.Tensor:
 def test_forward_and_backward(T: int, K: int, E: int, dtype: str) -> None:
     case = f"T{T}-K{K}-E{E}-{dtype}"
     scores, ids = against_twin(case, "router_topk", logits(T, E, dtype), K)
-    dscores = torch.randn(T, K, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    against_twin(case, "router_topk_backward", dscores, scores, ids, E, DTYPES[dtype])
+    partials = torch.randn(3, T * K, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    row_idx = torch.randperm(T * K).int().to(DEVICE)
+    against_twin(case, "router_topk_backward", partials, row_idx, scores, ids, E, DTYPES[dtype])
 
 
 def test_rows_of_a_wider_matrix() -> None:
@@ -46,10 +47,12 @@ def test_rows_of_a_wider_matrix() -> None:
 def test_gradient_is_that_of_autograd() -> None:
     x = logits(17, 60, "fp32").cpu().double().requires_grad_()
     scores, ids = router_topk_torch(x, 5)
-    dscores = torch.randn(17, 5, dtype=torch.float64)
-    (want,) = torch.autograd.grad(scores, x, dscores)
-    as32 = (dscores.float().to(DEVICE), scores.detach().float().to(DEVICE), ids.to(DEVICE))
-    check("autograd", "dlogits", router_topk_backward(*as32, 60, torch.float32), want, 2e-6)
+    dscores = torch.randn(17, 5)
+    (want,) = torch.autograd.grad(scores, x, dscores.double())
+    row_idx = torch.randperm(17 * 5).int()
+    partials = dscores.flatten()[row_idx.argsort()][None]
+    inputs = (t.to(DEVICE) for t in (partials, row_idx, scores.detach().float(), ids))
+    check("autograd", "dlogits", router_topk_backward(*inputs, 60, torch.float32), want, 2e-6)
 
 
 def test_ties_go_to_the_lower_expert() -> None:
