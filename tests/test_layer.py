@@ -70,9 +70,8 @@ def slow(case: Case) -> bool:
 def test_outputs_start_as_nan() -> None:
     """The fixture that all tests here rest on: an output that a kernel leaves out is not a number."""
     found = {"__name__": "sonic.pretended", "torch": torch}
-    exec(
-        "a = torch.empty(3); b = torch.empty_like(a); c = a.new_empty(2); i = torch.empty(2, dtype=torch.int32)", found
-    )
+    made = "a = torch.empty(3); b = torch.empty_like(a); c = a.new_empty(2); i = torch.empty(2, dtype=torch.int32)"
+    exec(made, found)
     assert all(found[name].isnan().all() for name in "abc") and (found["i"] < -1000).all()
     assert not found["a"].new_zeros(2).isnan().any()
 

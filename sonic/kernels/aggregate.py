@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sonic.kernels.common import INTERPRET, Cost, cdiv, launch, narrow, widened
+from sonic.kernels.common import INTERPRET, Cost, cdiv, launch, narrow, next_power_of_2, widened
 from sonic.shapes import Shape
 
 
@@ -52,7 +52,7 @@ def aggregate(
     d = y_Rd.shape[1]
     o = torch.empty(T, d, dtype=y_Rd.dtype, device=y_Rd.device)
     if T:
-        block_d = min(2048, triton.next_power_of_2(d))
+        block_d = min(2048, next_power_of_2(d))
         block_t = 32 if INTERPRET else max(1, 1024 // block_d)
         launch(
             _aggregate_kernel,
@@ -87,7 +87,7 @@ def gather_rows(x_Td: torch.Tensor, gather_idx_R: torch.Tensor) -> torch.Tensor:
     R, d = gather_idx_R.numel(), x_Td.shape[1]
     out = torch.empty(R, d, dtype=x_Td.dtype, device=x_Td.device)
     if R:
-        block_d = min(2048, triton.next_power_of_2(d))
+        block_d = min(2048, next_power_of_2(d))
         block_r = 32 if INTERPRET else max(1, 4096 // block_d)
         launch(
             _gather_rows_kernel,

@@ -98,7 +98,7 @@ def check_fits(tile: Tile, itemsize: int) -> None:
 
 def capped(tiles: list[Tile], n: int) -> list[Tile]:
     """The tiles with their width cut to the columns that exist, without repeats."""
-    widest = max(16, triton.next_power_of_2(n))
+    widest = max(16, next_power_of_2(n))
     cut = (t if t.n <= widest else replace(t, n=widest, split=min(t.split, max(1, widest // 32))) for t in tiles)
     return list(dict.fromkeys(cut))
 
@@ -112,6 +112,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n >= 1; triton's own goes through its compile-time machinery."""
+    return 1 << (n - 1).bit_length()
+
+
 @cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of the device; a few programs suffice in the interpreter, which runs them one after another."""
@@ -122,15 +127,10 @@ def persistent_grid(device: torch.device, tile: Tile, tiles: int) -> tuple[int]:
     return (max(1, min(num_sms(device) * tile.ctas, tiles)),)
 
 
-@cache
-def _constants(kernel: JITFunction) -> tuple[bool, ...]:
-    return tuple(parameter.is_constexpr for parameter in kernel.params)
-
-
-def _kind(argument: object, constant: bool) -> object:
-    """What the just-in-time compiler distinguishes of an argument."""
-    if constant or argument is None:
-        return argument
+def _kind(argument: object) -> object:
+    """What the just-in-time compiler distinguishes of an argument that is no compile-time constant."""
+    if argument is None:
+        return None
     if isinstance(argument, int):
         return argument == 1, argument % 16 == 0, argument >> 31
     if isinstance(argument, TensorDescriptor):
@@ -138,6 +138,8 @@ def _kind(argument: object, constant: bool) -> object:
     return argument.dtype, argument.data_ptr() % 16 == 0
 
 
+#: Of each kernel (by identity: hashing one costs as much as looking it up) which arguments are compile-time constants.
+_constants: dict[int, tuple[bool, ...]] = {}
 #: Compiled kernels by what they were specialised for.
 _compiled: dict[tuple, CompiledKernel] = {}
 
@@ -151,8 +153,11 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: Sequence[objec
     if INTERPRET:
         kernel[grid](*arguments, **options)
         return
-    kinds = map(_kind, arguments, _constants(kernel))
-    key = (kernel, arguments[0].get_device(), *options.values(), *kinds)
+    constants = _constants.get(id(kernel))
+    if constants is None:
+        constants = _constants[id(kernel)] = tuple(parameter.is_constexpr for parameter in kernel.params)
+    kinds = [a if constant else _kind(a) for a, constant in zip(arguments, constants, strict=True)]
+    key = (id(kernel), arguments[0].get_device(), *options.values(), *kinds)
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[grid](*arguments, **options)

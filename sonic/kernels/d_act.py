@@ -34,6 +34,7 @@ from sonic.kernels.common import (
     halves,
     launch,
     narrow,
+    next_power_of_2,
     num_sms,
     persistent_grid,
     ragged,
@@ -318,7 +319,7 @@ def d_swiglu(
     dh, ap = torch.empty_like(h_R2n), torch.empty_like(da_prime_Rn)
     ds = torch.empty(1, R, dtype=torch.float32, device=h_R2n.device)
     if R:
-        block_n = min(256, triton.next_power_of_2(n))
+        block_n = min(256, next_power_of_2(n))
         block_m = max(1, 4096 // block_n)
         launch(
             _d_swiglu_kernel, (cdiv(R, block_m),), (da_prime_Rn, h_R2n, scores_R, dh, ap, ds, R, n, block_m, block_n)

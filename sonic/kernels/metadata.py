@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sonic.kernels.common import INTERPRET, Cost, cdiv, launch
+from sonic.kernels.common import INTERPRET, Cost, cdiv, launch, next_power_of_2
 from sonic.shapes import Shape
 
 #: Slots per program; every pair of them is compared for the rank within the block.
@@ -210,7 +210,7 @@ def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
         return out
     blocks = cdiv(R, _BLOCK)
     partial = new(blocks * E)
-    e_pad = triton.next_power_of_2(E + 1)
+    e_pad = next_power_of_2(E + 1)
     launch(_histogram_kernel, (blocks,), (ids_TK, partial, R, E, _BLOCK, e_pad))
     launch(_prefix_kernel, (cdiv(E, 16),), (partial, counts, blocks, E, 64 if blocks < 256 else 256, 16))
     tiles = out.maps[_TILE_M] = _new_tile_map(out.offsets_E1, R, _TILE_M)
@@ -250,7 +250,7 @@ def restore(
     meta = Metadata(offsets_E1, slot_idx, gather_idx, row_idx_R, T)
     if R:
         tiles = meta.maps[_TILE_M] = _new_tile_map(offsets_E1, R, _TILE_M)
-        blocks, e_pad = cdiv(R, 1024), triton.next_power_of_2(E)
+        blocks, e_pad = cdiv(R, 1024), next_power_of_2(E)
         per_program = _map_block(e_pad)
         launch(
             _restore_kernel, (blocks + cdiv(tiles.limit, per_program),),
@@ -276,7 +276,7 @@ def restore_torch(
 def tile_map(offsets_E1: torch.Tensor, R: int, m: int) -> TileMap:
     """Map the output tiles of height m to experts: offsets_E1 (E+1) int32 and R rows -> `TileMap`."""
     E = offsets_E1.numel() - 1
-    tiles, e_pad = _new_tile_map(offsets_E1, R, m), triton.next_power_of_2(E)
+    tiles, e_pad = _new_tile_map(offsets_E1, R, m), next_power_of_2(E)
     block = _map_block(e_pad)
     grid = (max(1, cdiv(tiles.limit, block)),)
     launch(_tile_map_kernel, grid, (offsets_E1, tiles.table, E, tiles.limit, m, e_pad, block))

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sonic.kernels.common import INTERPRET, Cost, cdiv, launch, narrow
+from sonic.kernels.common import INTERPRET, Cost, cdiv, launch, narrow, next_power_of_2
 from sonic.shapes import Shape
 
 
@@ -96,12 +96,12 @@ def router_topk(logits_TE: torch.Tensor, K: int) -> tuple[torch.Tensor, torch.Te
     scores = torch.empty(T, K, dtype=torch.float32, device=logits_TE.device)
     ids = torch.empty(T, K, dtype=torch.int32, device=logits_TE.device)
     if T:
-        e_pad = triton.next_power_of_2(E)
+        e_pad = next_power_of_2(E)
         block = _block_t(e_pad)
         launch(
             _topk_kernel,
             (cdiv(T, block),),
-            (logits_TE, scores, ids, T, E, logits_TE.stride(0), K, triton.next_power_of_2(K), e_pad, block),
+            (logits_TE, scores, ids, T, E, logits_TE.stride(0), K, next_power_of_2(K), e_pad, block),
         )
     return scores, ids
 
@@ -129,14 +129,14 @@ def router_topk_backward(
     T, K = ids_TK.shape
     dlogits = torch.empty(T, E, dtype=dtype, device=ids_TK.device)
     if T:
-        e_pad = triton.next_power_of_2(E)
+        e_pad = next_power_of_2(E)
         block = _block_t(e_pad)
         parts, R = partials.shape
         launch(
             _topk_backward_kernel, (cdiv(T, block),),
             (
                 partials, row_idx_R, scores_TK, ids_TK, dlogits, T, E, R, parts,
-                K, triton.next_power_of_2(K), e_pad, block,
+                K, next_power_of_2(K), e_pad, block,
             ),
         )  # fmt: skip
     return dlogits

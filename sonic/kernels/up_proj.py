@@ -32,6 +32,7 @@ from sonic.kernels.common import (
     halves,
     launch,
     narrow,
+    next_power_of_2,
     num_sms,
     persistent_grid,
     ragged,
@@ -213,7 +214,7 @@ def swiglu(h_R2n: torch.Tensor) -> torch.Tensor:
     R, n = h_R2n.shape[0], h_R2n.shape[1] // 2
     a = torch.empty(R, n, dtype=h_R2n.dtype, device=h_R2n.device)
     if R:
-        block_n = min(512, triton.next_power_of_2(n))
+        block_n = min(512, next_power_of_2(n))
         block_m = max(1, 4096 // block_n)
         launch(_swiglu_kernel, (cdiv(R, block_m), cdiv(n, block_n)), (h_R2n, a, R, n, block_m, block_n))
     return a
