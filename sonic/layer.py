@@ -33,6 +33,7 @@ Family = Literal["auto", "triton", "torch"]
 W1Layout = Literal["concat", "interleaved"]
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (*_TRITON_DTYPES, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,8 @@ def _check(x: Tensor, w1: Tensor, w2: Tensor, K: int, **routing: Tensor) -> None
     for name, tensor, axes in (("x", x, 2), ("w1", w1, 3), ("w2", w2, 3)):
         if tensor.dim() != axes:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have {axes} axes")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"x is {x.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
     T, d = x.shape
     E, n2 = w1.shape[:2]
     if n2 % 2:
@@ -413,11 +416,15 @@ def moe(
 ) -> Tensor:
     """The whole layer: softmax over the K largest of the logits x router_w^T, K of E experts, and their weighted sum.
 
-    x (..., d); router_w (E, d), in the dtype of x or a wider one; w1, w2, layout, family and choices as in `experts`.
+    x (..., d); router_w (E, d), in the dtype of x or in fp32; w1, w2, layout, family and choices as in `experts`.
     Ties go to the lower expert. Returns the shape of x. Paper section 2 and Algorithm 2.
     """
+    if x.dim() == 0:
+        raise ValueError("x has shape (); it must have at least 1 axis, the last of width d")
     flat = x.reshape(-1, x.shape[-1])
     _check(flat, w1, w2, K, router_w=router_w)
+    if router_w.dtype not in (x.dtype, torch.float64 if x.dtype == torch.float64 else torch.float32):
+        raise ValueError(f"router_w is {router_w.dtype} and x is {x.dtype}; it must be the dtype of x or fp32")
     c = _choose(family, w1_layout, choices, x)
     return _run(flat, router_w, None, None, w1, w2, K, c).view(x.shape)
 

@@ -64,9 +64,13 @@ _BACKWARD = ("d_act", "weight_grad_2", "d_input", "aggregate", "weight_grad_1")
 _GEMMS = {"up_proj": 4, "down_proj": 2, "d_act": 2, "d_input": 4, "weight_grad_1": 4, "weight_grad_2": 2}
 
 
-def _candidates(kernel: str, dtype: torch.dtype, d: int, n: int) -> list[Tile]:
+#: Where `grouped_gemm` leaves its result under each value of knobs.aggregate.
+_INTO: dict[str, grouped_gemm.Into] = {"gather_sum": "rows", "scatter_sum": "slots", "atomic": "tokens"}
+
+
+def _candidates(kernel: str, dtype: torch.dtype, d: int, n: int, into: grouped_gemm.Into) -> list[Tile]:
     if kernel in ("down_proj", "d_input"):
-        return grouped_gemm.configs(dtype, d)
+        return grouped_gemm.configs(dtype, d, into)
     if kernel.startswith("weight_grad"):
         return weight_grad.configs(dtype, d if kernel == "weight_grad_1" else n)
     return {"up_proj": up_proj, "d_act": d_act}[kernel].configs(dtype, n)
@@ -145,9 +149,16 @@ class Impl(Adapter):
         for kernel in [asked.kernel] if asked.kernel else _GEMMS:
             if self.point.op in _GEMMS and kernel != self.point.op:
                 continue
-            base = tuning.known(kernel, d, n, E, dtype) or _candidates(kernel, dtype, d, n)[0]
+            known = tuning.known(self._tuned_as(kernel), d, n, E, dtype)
+            base = known or _candidates(kernel, dtype, d, n, _INTO[self.point.knobs.aggregate])[0]
             tiles[kernel] = _with_sizes(base, self.point, dtype.itemsize)
         return tiles
+
+    def _tuned_as(self, step: str) -> str:
+        """Name under which a step's tile is chosen."""
+        if step in ("down_proj", "d_input"):
+            return grouped_gemm.tuned_as(step, _INTO[self.point.knobs.aggregate])
+        return step
 
     def forward(self) -> torch.Tensor:
         if self.point.op in KERNEL_OPS:
@@ -227,7 +238,8 @@ class Impl(Adapter):
         if step not in _GEMMS or self.family != "triton":
             return None
         shape = self.shape
-        return self.choices.tiles.get(step) or tuning.known(step, shape.d, shape.n, shape.E, self.problem.dtype)
+        known = tuning.known(self._tuned_as(step), shape.d, shape.n, shape.E, self.problem.dtype)
+        return self.choices.tiles.get(step) or known
 
     @property
     def kernels_cost(self) -> list[KernelTime]:
@@ -276,7 +288,8 @@ class Impl(Adapter):
         if self.family != "triton" or not gemms:
             return None
         shape = self.shape
-        return all(tuning.measured(step, shape.d, shape.n, shape.E, self.problem.dtype) for step in gemms)
+        names = [self._tuned_as(step) for step in gemms]
+        return all(tuning.measured(name, shape.d, shape.n, shape.E, self.problem.dtype) for name in names)
 
 
 def _tensors(result: object, op: str) -> list[torch.Tensor]:

@@ -68,7 +68,7 @@ def aggregate_torch(
 ) -> torch.Tensor:
     """Plain-torch twin of `aggregate`."""
     wide = widened(y_Rd.dtype)
-    y = (y_Rd if row_idx_R is None else y_Rd[row_idx_R.long()]).to(wide).view(T, K, -1)
+    y = (y_Rd if row_idx_R is None else y_Rd[row_idx_R.long()]).to(wide).view(T, K, y_Rd.shape[1])
     return (y if scores_TK is None else y * scores_TK.to(wide)[..., None]).sum(1).to(y_Rd.dtype)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from sonic.kernels import tuning
 from sonic.kernels.common import Cost, Tile
-from sonic.kernels.grouped_gemm import Into, configs, grouped_gemm, grouped_gemm_torch
+from sonic.kernels.grouped_gemm import Into, configs, grouped_gemm, grouped_gemm_torch, tuned_as
 from sonic.kernels.metadata import Metadata
 from sonic.shapes import Shape
 
@@ -24,7 +24,9 @@ def d_input(
     E, _, n, d = w1_E2nd.shape
     if tile is None:
         rerun = partial(d_input, dh_R2n, w1_E2nd, meta, into=into)
-        tile = tuning.choose("d_input", d, n, E, dh_R2n.dtype, lambda: configs(dh_R2n.dtype, d), rerun)
+        tile = tuning.choose(
+            tuned_as("d_input", into), d, n, E, dh_R2n.dtype, lambda: configs(dh_R2n.dtype, d, into), rerun
+        )
     return grouped_gemm(dh_R2n.view(-1, 2, n), w1_E2nd, meta, tile, k_major=False, into=into, scores=None)
 
 

@@ -40,19 +40,29 @@ from sonic.kernels.metadata import Metadata
 Into = Literal["rows", "slots", "tokens"]
 
 
-def configs(dtype: torch.dtype, d: int) -> list[Tile]:
-    """Tiles worth trying: the wide one, whose next loads start under its epilogue, or two small programs per SM."""
+def tuned_as(kernel: str, into: Into) -> str:
+    """Name under which a kernel's tile is chosen: other ends, other tiles."""
+    return kernel if into == "rows" else f"{kernel}_{into}"
+
+
+def configs(dtype: torch.dtype, d: int, into: Into = "rows") -> list[Tile]:
+    """Tiles worth trying: the wide one, whose next loads start under its epilogue, or two small programs per SM.
+
+    Atomic addition (`into="tokens"`) passes a whole fp32 block through shared memory, which leaves room for less.
+    """
     if INTERPRET:
         return [Tile(64, 64, 64)]
     if dtype == torch.float32:
-        return [Tile(64, 64, 32, stages=3, warps=4, store="pointer")]
+        return [Tile(64, 64, 32, stages=3, store="pointer")]
+    if into == "tokens":
+        return capped([Tile(128, 128, 64, stages=4), Tile(128, 256, 64, stages=3)], d)
     tiles = [
         Tile(128, 256, 64, stages=4, split=2, flatten=True),
         Tile(128, 256, 64, stages=3, split=2, flatten=True),
         Tile(128, 256, 64, stages=3, flatten=True),
         Tile(128, 256, 64, stages=3, split=2),
         Tile(128, 256, 64, stages=4, split=2, flatten=True, group=4),
-        Tile(128, 128, 64, stages=3, warps=4, ctas=2),
+        Tile(128, 128, 64, stages=3, warps=4, ctas=2, split=2),
     ]
     return capped(tiles, d)
 

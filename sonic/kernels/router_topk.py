@@ -30,6 +30,7 @@ def _topk_kernel(
         mask=(t < T)[:, None] & (e < E)[None, :], other=float("-inf"),
     ).to(tl.float32)  # fmt: skip
     x = tl.where(x != x, float("nan"), x)  # one NaN, positive, above +inf
+    x = tl.where(x == 0.0, 0.0, x)  # one zero: the two differ in their bits, and would not tie
     bits = x.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that sort as the floats do
     key = (order.to(tl.int64) << 16) | (E_PAD - 1 - e)[None, :]

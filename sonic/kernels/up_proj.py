@@ -49,7 +49,7 @@ def configs(dtype: torch.dtype, n: int) -> list[Tile]:
     if INTERPRET:
         return [Tile(64, 64, 64)]
     if dtype == torch.float32:
-        return [Tile(64, 64, 32, stages=3, warps=4, store="pointer")]
+        return [Tile(64, 64, 32, stages=3, store="pointer")]
     tiles = [
         Tile(128, 256, 64, stages=4, flatten=True, group=4),
         Tile(128, 256, 64, stages=4, flatten=True),

@@ -43,7 +43,7 @@ def configs(dtype: torch.dtype, columns: int) -> list[Tile]:
     if INTERPRET:
         return [Tile(64, 64, 64)]
     if dtype == torch.float32:
-        return [Tile(64, 64, 32, stages=3, warps=4, store="pointer")]
+        return [Tile(64, 64, 32, stages=3, store="pointer")]
     tiles = [
         Tile(128, 128, 64, stages=3, warps=4, ctas=2, split=2),
         Tile(128, 128, 64, stages=3, warps=4, ctas=2),
