@@ -1,0 +1,63 @@
+"""The README's table: one line per implementation at a fine and a coarse shape of the granularity sweep.
+
+`python -m analysis.headline` prints it as markdown from the committed rows; a test holds the README to it. The paper's
+speed of SonicMoE over an implementation (Fig 14, H100) stands beside the measured one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from analysis import load, paper
+from analysis.fig1_granularity import select, table
+
+GPU = "nvidia-h200"
+SHAPES = (("7B", 256), ("30B", 1024))
+HEAD = (
+    "shape", "implementation", "fwd ms", "fwd + bwd ms", "fwd TFLOP/s", "held GiB",
+    "sonic's speed (fwd + bwd)", "the paper's, H100",
+)  # fmt: skip
+
+
+def numbers(results: Path = load.RESULTS) -> pd.DataFrame:
+    """The rows behind the table: the shapes of `SHAPES`, op=layer, with times, held memory and both speeds."""
+    rows, _faults = load.rows(results, sweep="granularity", gpu=GPU)
+    found = table(select(rows))
+    shown = [found[(found["size"] == size) & (found["n"] == n)] for size, n in SHAPES]
+    return pd.concat(shown)
+
+
+def markdown(found: pd.DataFrame) -> str:
+    """The table as it stands in the README; a dash where there is no row or no number of the paper."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    for row in found[found["fwd_bwd_ms"].notna()].itertuples():
+        shape = paper.shape(row.size, row.n)
+        flops = shape.flops("fwd")
+        cells = (
+            f"{row.size}, n = {row.n}",
+            f"`{row.series}`",
+            _cell(flops / row.fwd_tflops / 1e9, ".2f"),
+            _cell(row.fwd_bwd_ms, ".2f"),
+            _cell(row.fwd_tflops, ".0f"),
+            _cell(row.held_gib, ".2f"),
+            _cell(row.sonic_speed, ".2f"),
+            _cell(row.paper_sonic_speed, ".2f"),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(value: float, form: str) -> str:
+    return "-" if pd.isna(value) else format(value, form)
+
+
+def main() -> int:
+    """Print the table."""
+    print(markdown(numbers()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
