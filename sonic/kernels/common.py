@@ -207,6 +207,11 @@ def ragged(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
     )
 
 
+def rows_aligned(columns: int, itemsize: int) -> bool:
+    """Whether a fresh contiguous matrix of this many columns suits TMA: rows of whole 16 bytes, no fp64."""
+    return columns * itemsize % 16 == 0 and itemsize < 8
+
+
 @triton.jit
 def dot(a, b, acc):
     """acc + a @ b in fp32. The interpreter multiplies the bit patterns of bf16, so operands are widened there."""
@@ -238,6 +243,16 @@ def grouped_tile(pid, num_m, num_n, GROUP: tl.constexpr):
     size = tl.minimum(num_m - first, GROUP)
     within = pid % per_group
     return first + within % size, within // size
+
+
+@triton.jit
+def output_tile(map_ptr, limit, pid, num_m, num_n, GROUP: tl.constexpr):
+    """Of the pid-th output tile its expert, first row, the expert's end row and the column tile (see `TileMap`)."""
+    m_tile, n_tile = grouped_tile(pid, num_m, num_n, GROUP)
+    expert = tl.load(map_ptr + m_tile)
+    row0 = tl.load(map_ptr + limit + m_tile)
+    end = tl.load(map_ptr + 2 * limit + m_tile)
+    return expert, row0, end, n_tile
 
 
 @triton.jit

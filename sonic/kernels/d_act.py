@@ -30,15 +30,16 @@ from sonic.kernels.common import (
     check_fits,
     descriptor,
     dot,
-    grouped_tile,
     halves,
     launch,
     narrow,
     next_power_of_2,
     num_sms,
+    output_tile,
     persistent_grid,
     ragged,
     ragged_coords,
+    rows_aligned,
     tma_ready,
     widened,
 )
@@ -147,10 +148,7 @@ def _d_act_kernel(
     num_n = tl.cdiv(n, BLOCK_N)
     steps = tl.cdiv(d, BLOCK_K)
     for pid in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
-        m_tile, n_tile = grouped_tile(pid, num_m, num_n, GROUP)
-        expert = tl.load(map_ptr + m_tile)
-        row0 = tl.load(map_ptr + limit + m_tile)
-        end = tl.load(map_ptr + 2 * limit + m_tile)
+        expert, row0, end, n_tile = output_tile(map_ptr, limit, pid, num_m, num_n, GROUP)
         rows = row0 + tl.arange(0, BLOCK_M)
         inside = rows < end
         source = tl.where(inside, rows, row0)
@@ -205,7 +203,7 @@ def _launch(
     check_fits(tile, do.element_size())
     tma = tma_ready(w2_Edn)
     dh3 = dh.view(R, 2, n) if fused else None
-    store_tma = fused and tile.store == "tma" and tma_ready(dh3, ap)
+    store_tma = fused and tile.store == "tma" and rows_aligned(n, do.element_size())
     chunk = tile.n // tile.split
     tiles = meta.tile_map(tile.m)
     launch(

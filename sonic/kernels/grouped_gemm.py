@@ -24,14 +24,15 @@ from sonic.kernels.common import (
     check_fits,
     descriptor,
     dot,
-    grouped_tile,
     halves,
     launch,
     narrow,
     num_sms,
+    output_tile,
     persistent_grid,
     ragged,
     ragged_coords,
+    rows_aligned,
     tma_ready,
     widened,
 )
@@ -80,10 +81,7 @@ def _grouped_gemm_kernel(
     num_n = tl.cdiv(d, BLOCK_N)
     steps = tl.cdiv(k_size, BLOCK_K)
     for pid in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
-        m_tile, n_tile = grouped_tile(pid, num_m, num_n, GROUP)
-        expert = tl.load(map_ptr + m_tile)
-        row0 = tl.load(map_ptr + limit + m_tile)
-        end = tl.load(map_ptr + 2 * limit + m_tile)
+        expert, row0, end, n_tile = output_tile(map_ptr, limit, pid, num_m, num_n, GROUP)
         rows = row0 + tl.arange(0, BLOCK_M)
         inside = rows < end
         col0 = n_tile * BLOCK_N
@@ -159,7 +157,7 @@ def grouped_gemm(
         return y
     check_fits(tile, a_RHk.element_size())
     tma = tma_ready(a_RHk, b)
-    store_tma = into == "rows" and tile.store == "tma" and tma_ready(y)
+    store_tma = into == "rows" and tile.store == "tma" and rows_aligned(d, y.element_size())
     stride_e, stride_h, stride_bd, stride_bk = b.stride() if k_major else (*b.stride()[:2], b.stride(3), b.stride(2))
     tiles = meta.tile_map(tile.m)
     block_b = [1, 1, tile.n, tile.k] if k_major else [1, 1, tile.k, tile.n]

@@ -28,15 +28,16 @@ from sonic.kernels.common import (
     check_fits,
     descriptor,
     dot,
-    grouped_tile,
     halves,
     launch,
     narrow,
     next_power_of_2,
     num_sms,
+    output_tile,
     persistent_grid,
     ragged,
     ragged_coords,
+    rows_aligned,
     tma_ready,
     widened,
 )
@@ -75,10 +76,7 @@ def _up_proj_kernel(
     num_n = tl.cdiv(n, HALF)
     steps = tl.cdiv(d, BLOCK_K)
     for pid in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
-        m_tile, n_tile = grouped_tile(pid, num_m, num_n, GROUP)
-        expert = tl.load(map_ptr + m_tile)
-        row0 = tl.load(map_ptr + limit + m_tile)
-        end = tl.load(map_ptr + 2 * limit + m_tile)
+        expert, row0, end, n_tile = output_tile(map_ptr, limit, pid, num_m, num_n, GROUP)
         rows = row0 + tl.arange(0, BLOCK_M)
         inside = rows < end
         # rows past the expert's end repeat its first row: read, multiplied, never stored
@@ -157,7 +155,7 @@ def up_proj(
     half = tile.n // 2
     tma = tma_ready(w1_E2nd)
     h3 = h.view(R, 2, n) if with_h else None
-    store_tma = tile.store == "tma" and tma_ready(h3, a)
+    store_tma = tile.store == "tma" and rows_aligned(n, x.element_size())
     tiles = meta.tile_map(tile.m)
     launch(
         _up_proj_kernel, persistent_grid(x.device, tile, tiles.limit * cdiv(n, half)),
