@@ -195,8 +195,10 @@ def variants(dtype: torch.dtype, d: int, n: int) -> Wanted:
         "weight_grad_2 rows": lambda t: weight_grad.weight_grad_2(s.rows, s.a, s.w2, meta, gather=False, tile=t),
     }
     for name, call in calls.items():
-        tile = first[name.split()[0]]
-        yield name, tile, partial(call, tile)
+        # atomic addition has tiles of its own, and all of them are compiled here
+        own = grouped_gemm.configs(dtype, d, "tokens") if name.endswith("tokens") else [first[name.split()[0]]]
+        for tile in own:
+            yield name, tile, partial(call, tile)
 
 
 def others(dtype: torch.dtype, d: int, n: int) -> Wanted:
