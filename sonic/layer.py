@@ -2,16 +2,18 @@
 
 Kept for the backward: X, H, scores and ids (T, K), the row of every slot and the experts' offsets; nothing else. Y, A,
 A', dH and dXt live inside one pass. Under `torch.compile` forward and backward are two `torch.library` operators with
-fake kernels, so that `fullgraph=True` works; nothing waits for the device, so CUDA graphs can capture them.
+fake kernels, so that `fullgraph=True` works; the Triton family never waits for the device, so CUDA graphs can capture
+it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from functools import lru_cache, wraps
+from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -83,8 +85,12 @@ class Choices:
     encoded: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.w1_layout not in ("concat", "interleaved"):
-            raise ValueError(f"w1_layout is {self.w1_layout!r}; allowed: concat, interleaved")
+        allowed = {name: get_args(kind) for name, kind in get_type_hints(Choices).items() if get_args(kind)}
+        allowed["family"] = tuple(FAMILIES)
+        for name in ("family", "w1_layout", "gather", "activation", "aggregate"):
+            value = getattr(self, name)
+            if value not in allowed[name]:
+                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed[name])}")
         plain = {name: getattr(self, name) for name in ("family", "w1_layout", "gather", "activation", "aggregate")}
         plain["tiles"] = {name: asdict(tile) for name, tile in self.tiles.items()}
         object.__setattr__(self, "encoded", json.dumps(plain))
@@ -128,6 +134,8 @@ def resolve_family(family: Family, device: torch.device, dtype: torch.dtype) -> 
         reason = (
             f"device is {device}; the triton family needs a GPU, or TRITON_INTERPRET=1 set before triton is imported"
         )
+    elif torch.version.hip is not None:
+        reason = "this build of torch is for AMD; the triton family was written for NVIDIA GPUs"
     elif device.type == "cuda" and INTERPRET:
         reason = "TRITON_INTERPRET=1 is set; it runs kernels on the CPU, so move the tensors there or unset it"
     if family == "auto":
@@ -147,7 +155,10 @@ def _rows(t: Tensor) -> Tensor:
 
 
 class Kept(NamedTuple):
-    """What a forward hands to its backward, beside the inputs; H is empty when no backward will come."""
+    """What a forward hands to its backward, beside the inputs.
+
+    H is empty when no backward will come, ids are empty when the router was not ours.
+    """
 
     h: Tensor
     ids: Tensor
@@ -156,12 +167,32 @@ class Kept(NamedTuple):
     offsets: Tensor
 
 
+def _without_autocast(step: Callable) -> Callable:
+    """The step in the dtypes that it was given: autocast would narrow the router's fp32, and differ under compile."""
+
+    @wraps(step)
+    def run(first: Tensor, *rest: object) -> object:
+        if not torch.is_autocast_enabled(first.device.type):
+            return step(first, *rest)
+        with torch.autocast(first.device.type, enabled=False):
+            return step(first, *rest)
+
+    return run
+
+
+def _rows_last(w: Tensor) -> Tensor:
+    """Weights with a contiguous last axis, copied only if it is not so already; the copy is not kept."""
+    return w if w.stride(-1) == 1 else w.contiguous()
+
+
+@_without_autocast
 def _forward(
     x: Tensor, router_w: Tensor | None, ids: Tensor | None, scores: Tensor | None, w1: Tensor, w2: Tensor,
     K: int, c: Choices, keep: bool,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """O (T, d): routed by router_w, or by ids and scores (T, K) where it is None."""
     steps = c.steps
+    w1, w2 = _rows_last(w1), _rows_last(w2)
     if router_w is not None:
         logits = F.linear(x.to(router_w.dtype), router_w)
         scores, ids = steps.router_topk(logits, K)
@@ -182,9 +213,11 @@ def _forward(
         o = steps.aggregate(steps.down_proj(a, w2, meta, into="slots", **tile), None, scores, T, K)
     else:
         o = steps.down_proj(a, w2, meta, into="tokens", scores=scores, **tile).to(x.dtype)
-    return o, Kept(h if keep else x.new_empty(0), ids, scores, meta.row_idx_R, meta.offsets_E1)
+    kept_ids = ids if router_w is not None else ids.new_empty(0)
+    return o, Kept(h if keep else x.new_empty(0), kept_ids, scores, meta.row_idx_R, meta.offsets_E1)
 
 
+@_without_autocast
 def _backward(
     do: Tensor,
     x: Tensor,
@@ -198,6 +231,7 @@ def _backward(
     """dX, the routing's gradient (router_w's, or dS without a router), dW1, dW2; None for one that nobody needs."""
     steps = c.steps
     need_x, need_routing, need_w1, need_w2 = needs
+    w1, w2 = _rows_last(w1), _rows_last(w2)
     dx = drouting = dw1 = dw2 = None
     T, K = kept.scores.shape
     meta, scores_R = steps.restore(kept.row_idx, kept.offsets, kept.scores)
@@ -212,6 +246,7 @@ def _backward(
     if need_w2:
         dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
         steps.weight_grad_2(do_rows, ap, dw2, meta, gather=fused, **c.tile("weight_grad_2"))
+    del ap, do_rows  # not needed beside dXt, which is the largest
     if need_x:
         tile = c.tile("d_input")
         w1_view = c.w1_view(w1)
@@ -258,16 +293,22 @@ class _Layer(torch.autograd.Function):
         return dx, drouter, None, dscores, dw1, dw2, None, None, None
 
 
+def _device_of(x: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device: make it that of x. Autograd does so for an eager backward."""
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return nullcontext()
+
+
 @torch.library.custom_op("sonic::forward", mutates_args=())
 def _forward_op(
     x: Tensor, router_w: Tensor | None, ids: Tensor | None, scores: Tensor | None, w1: Tensor, w2: Tensor,
     K: int, choices: str, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """O and what is kept; ids and scores are empty where they were inputs, which an operator must not return."""
-    o, kept = _forward(x, router_w, ids, scores, w1, w2, K, Choices.decode(choices), keep)
-    if router_w is None:
-        kept = kept._replace(ids=ids.new_empty(0), scores=scores.new_empty(0))
-    return o, *kept
+    """O and what is kept; scores are empty where they were an input, which an operator must not return."""
+    with _device_of(x):
+        o, kept = _forward(x, router_w, ids, scores, w1, w2, K, Choices.decode(choices), keep)
+    return o, *(kept if router_w is not None else kept._replace(scores=scores.new_empty(0)))
 
 
 @_forward_op.register_fake
@@ -287,7 +328,8 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `_backward`; an empty tensor stands for a gradient that nobody needs."""
     kept = Kept(h, ids, scores, row_idx, offsets)
-    grads = _backward(do, x, router_w, w1, w2, kept, Choices.decode(choices), needs)
+    with _device_of(x):
+        grads = _backward(do, x, router_w, w1, w2, kept, Choices.decode(choices), needs)
     return tuple(g if g is not None else x.new_empty(0) for g in grads)
 
 
@@ -303,7 +345,7 @@ def _keep_for_op(ctx, inputs, output) -> None:  # noqa: ANN001
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*kept)
     if keep:
-        kept = Kept(*kept) if router_w is not None else Kept(*kept)._replace(ids=ids, scores=scores)
+        kept = Kept(*kept) if router_w is not None else Kept(*kept)._replace(scores=scores)
         ctx.save_for_backward(x, router_w, w1, w2, *kept)
 
 
@@ -326,14 +368,10 @@ def _run(
     """The operator under `torch.compile`, the autograd function otherwise."""
     inputs = (x, router_w, scores, w1, w2)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    w1, w2 = (w if w.stride(-1) == 1 else w.contiguous() for w in (w1, w2))
     if torch.compiler.is_compiling():
         return _forward_op(x, router_w, ids, scores, w1, w2, K, c.encoded, keep)[0]
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        # Triton launches on the current device; autograd sets it for the backward
-        with torch.cuda.device(x.device):
-            return _Layer.apply(x, router_w, ids, scores, w1, w2, K, c, keep)
-    return _Layer.apply(x, router_w, ids, scores, w1, w2, K, c, keep)
+    with _device_of(x):
+        return _Layer.apply(x, router_w, ids, scores, w1, w2, K, c, keep)
 
 
 def _check(x: Tensor, w1: Tensor, w2: Tensor, K: int, **routing: Tensor) -> None:
@@ -388,7 +426,7 @@ def experts(
 
     x (T, d); ids (T, K) integer, distinct per token, in [0, E); scores (T, K), weights of the sum, differentiable;
     w1 (E, 2n, d), gate rows then up rows (`w1_layout="concat"`) or alternating ("interleaved"); w2 (E, d, n). Any
-    strides; weights without a contiguous last axis are copied on every call. `choices` picks kernels and wins over
+    strides; weights without a contiguous last axis are copied in every pass. `choices` picks kernels and wins over
     family and layout. Raises ValueError for shapes, dtypes or a family that do not fit. Ids are not looked at, which
     would wait for the device. Paper Algorithms 2 and 3.
     """

@@ -506,3 +506,29 @@ def test_weights_are_drawn() -> None:
 def test_a_module_that_cannot_be(sizes: tuple[int, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         sonic.MoE(*sizes)
+
+
+def test_autocast_leaves_the_dtypes_alone():
+    x, router_w = torch.randn(40, 32), torch.randn(16, 32)
+    w1, w2 = torch.randn(16, 32, 32), torch.randn(16, 32, 16)
+    plain = layer.moe(x, router_w, w1, w2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer.moe(x, router_w, w1, w2, 4), plain)
+
+
+def test_copies_of_transposed_weights_are_not_kept():
+    x = torch.randn(17, 32, requires_grad=True)
+    w1 = torch.randn(4, 32, 64).transpose(1, 2).requires_grad_()
+    w2 = torch.randn(4, 32, 32).transpose(1, 2).requires_grad_()
+    ids, scores = torch.tensor([[0, 1]] * 17), torch.rand(17, 2)
+    kept: set[int] = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.data_ptr()) or t, lambda t: t):
+        layer.experts(x, ids, scores, w1, w2).sum().backward()
+    assert {w1.data_ptr(), w2.data_ptr()} <= kept
+    assert w1.grad is not None and w1.grad.shape == w1.shape
+
+
+@pytest.mark.parametrize("name", ["family", "w1_layout", "gather", "activation", "aggregate"])
+def test_choices_refuse_what_no_kernel_knows(name: str):
+    with pytest.raises(ValueError, match=f"{name} is 'typo'; allowed: "):
+        layer.Choices(**{name: "typo"})

@@ -8,6 +8,7 @@ torch family only. `tile.*` changes the sizes that it names in the kernel's own 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -68,6 +69,10 @@ _GEMMS = {"up_proj": 4, "down_proj": 2, "d_act": 2, "d_input": 4, "weight_grad_1
 _INTO: dict[str, grouped_gemm.Into] = {"gather_sum": "rows", "scatter_sum": "slots", "atomic": "tokens"}
 
 
+#: The ablation knobs at rest; the byte model describes these.
+_PLAIN = {"gather": "fused", "activation": "fused", "aggregate": "gather_sum"}
+
+
 def _candidates(kernel: str, dtype: torch.dtype, d: int, n: int, into: grouped_gemm.Into) -> list[Tile]:
     if kernel in ("down_proj", "d_input"):
         return grouped_gemm.configs(dtype, d, into)
@@ -114,6 +119,10 @@ class Impl(Adapter):
     def supports(point: Point, device: torch.device) -> str | None:
         if (refusal := dtype_refusal(point, DTYPES)) is not None:
             return refusal
+        if point.op in KERNEL_OPS:
+            for name, value in _PLAIN.items():
+                if getattr(point.knobs, name) != value:
+                    return f"knobs.{name} is {getattr(point.knobs, name)!r}; op={point.op} runs with {value!r}"
         kernel = point.tile.kernel
         if kernel is not None and kernel not in _GEMMS:
             return f"tile.kernel is {kernel!r}; allowed: {', '.join(_GEMMS)}"
@@ -126,6 +135,7 @@ class Impl(Adapter):
 
     def __init__(self, problem: Problem, point: Point) -> None:
         super().__init__(problem, point)
+        self._tuned_before = tuning.tune_seconds
         self.point, self.shape = point, problem.shape
         self.family = layer.resolve_family(point.knobs.family, problem.device, problem.dtype)
         knobs = point.knobs
@@ -158,6 +168,8 @@ class Impl(Adapter):
         """Name under which a step's tile is chosen."""
         if step in ("down_proj", "d_input"):
             return grouped_gemm.tuned_as(step, _INTO[self.point.knobs.aggregate])
+        if step == "d_act" and self.point.knobs.activation == "separate":
+            return "d_act_gemm"
         return step
 
     def forward(self) -> torch.Tensor:
@@ -218,10 +230,7 @@ class Impl(Adapter):
         """Relative error of each output of the kernel against its twin, as a multiple of what the dtype allows."""
         floor = reference.FLOOR[self.problem.dtype]
         got, want = self._outputs(), self._twin()
-        return {
-            f"kernel.{i}": reference.relative_error(g, w) / floor
-            for i, (g, w) in enumerate(zip(got, want, strict=True))
-        }
+        return {f"kernel.{i}": _error(g, w, floor) for i, (g, w) in enumerate(zip(got, want, strict=True))}
 
     # What a row says beside times
 
@@ -232,7 +241,8 @@ class Impl(Adapter):
         return forward + (_BACKWARD if self.point.mode == "fwd_bwd" else ())
 
     def _cost(self, step: str) -> Cost:
-        return _COSTS[step](self.shape, self.problem.R, self.problem.dtype.itemsize)
+        options = {"with_h": self.point.mode != "fwd_infer"} if step == "up_proj" else {}
+        return _COSTS[step](self.shape, self.problem.R, self.problem.dtype.itemsize, **options)
 
     def _tile(self, step: str) -> Tile | None:
         if step not in _GEMMS or self.family != "triton":
@@ -250,11 +260,19 @@ class Impl(Adapter):
         for step in self._steps():
             cost, tile = self._cost(step), self._tile(step)
             sizes = tile.sizes() if tile else None
-            found.append(KernelTime(name=_FUNCTIONS[step], us=0.0, flops=cost.flops, bytes=cost.bytes, tile=sizes))
+            moved = cost.bytes if self._plain else None
+            found.append(KernelTime(name=_FUNCTIONS[step], us=0.0, flops=cost.flops, bytes=moved, tile=sizes))
         return found
 
-    def bytes_model(self) -> int:
-        """Ideal traffic of all steps, gathered rows counted once per use."""
+    @property
+    def _plain(self) -> bool:
+        """Whether the ablation knobs are at rest, so that the byte model fits."""
+        return all(getattr(self.point.knobs, name) == value for name, value in _PLAIN.items())
+
+    def bytes_model(self) -> int | None:
+        """Ideal traffic of all steps, gathered rows counted once per use; None for an ablation, which moves more."""
+        if not self._plain:
+            return None
         return sum(self._cost(step).bytes for step in self._steps())
 
     @property
@@ -279,7 +297,7 @@ class Impl(Adapter):
 
     @property
     def tune_s(self) -> float | None:
-        return tuning.tune_seconds or None
+        return (tuning.tune_seconds - self._tuned_before) or None
 
     @property
     def tuned(self) -> bool | None:
@@ -288,8 +306,17 @@ class Impl(Adapter):
         if self.family != "triton" or not gemms:
             return None
         shape = self.shape
+        if self.choices.tiles:
+            return False
         names = [self._tuned_as(step) for step in gemms]
         return all(tuning.measured(name, shape.d, shape.n, shape.E, self.problem.dtype) for name in names)
+
+
+def _error(got: torch.Tensor, want: torch.Tensor, floor: float) -> float:
+    """Relative error over the floor; indices are right or wrong."""
+    if not got.is_floating_point():
+        return 0.0 if torch.equal(got, want) else math.inf
+    return reference.relative_error(got, want) / floor
 
 
 def _tensors(result: object, op: str) -> list[torch.Tensor]:

@@ -67,6 +67,10 @@ class Tile:
         return replace(self, **given)
 
 
+#: Where rows are no multiple of 16 bytes operands come by pointers, whose masks and addresses fill the registers.
+UNALIGNED = Tile(64, 64, 32, stages=3, store="pointer")
+
+
 @dataclass(frozen=True)
 class Cost:
     """Model FLOPs and bytes of one kernel. `bytes` names every tensor; gathered rows count once per use.

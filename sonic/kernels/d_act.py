@@ -23,6 +23,7 @@ import triton.language as tl
 from sonic.kernels import tuning
 from sonic.kernels.common import (
     INTERPRET,
+    UNALIGNED,
     Cost,
     Tile,
     capped,
@@ -47,13 +48,15 @@ from sonic.kernels.metadata import Metadata
 from sonic.shapes import Shape
 
 
-def configs(dtype: torch.dtype, n: int) -> list[Tile]:
+def configs(dtype: torch.dtype, n: int, aligned: bool = True) -> list[Tile]:
     """Tiles worth trying: two programs per SM, one's epilogue under the other's loop; the epilogue holds dA', gate and
     up at once, so it runs in chunks of 16 columns to stay in 128 registers."""
     if INTERPRET:
         return [Tile(64, 64, 64)]
     if dtype == torch.float32:
         return [Tile(64, 64, 32, stages=3, store="pointer")]
+    if not aligned:
+        return [UNALIGNED]
     tiles = [
         Tile(128, 128, 64, stages=3, split=8, ctas=2, store="pointer", group=4),
         Tile(128, 128, 64, stages=3, split=8, ctas=2, store="pointer"),
@@ -240,7 +243,7 @@ def d_act(
     E, d, n = w2_Edn.shape
     if tile is None:
         rerun = partial(d_act, do, w2_Edn, h_R2n, scores_R, meta, gather=gather)
-        tile = tuning.choose("d_act", d, n, E, do.dtype, lambda: configs(do.dtype, n), rerun)
+        tile = tuning.choose("d_act", d, n, E, do.dtype, lambda: configs(do.dtype, n, tma_ready(w2_Edn)), rerun)
     return _launch(do, w2_Edn, h_R2n, scores_R, meta, gather, tile)
 
 
@@ -268,7 +271,7 @@ def d_act_gemm(
     E, d, n = w2_Edn.shape
     if tile is None:
         rerun = partial(d_act_gemm, do, w2_Edn, meta, gather=gather)
-        tile = tuning.choose("d_act_gemm", d, n, E, do.dtype, lambda: configs(do.dtype, n), rerun)
+        tile = tuning.choose("d_act_gemm", d, n, E, do.dtype, lambda: configs(do.dtype, n, tma_ready(w2_Edn)), rerun)
     return _launch(do, w2_Edn, None, None, meta, gather, tile)[1]
 
 

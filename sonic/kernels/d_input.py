@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from sonic.kernels import tuning
-from sonic.kernels.common import Cost, Tile
+from sonic.kernels.common import Cost, Tile, tma_ready
 from sonic.kernels.grouped_gemm import Into, configs, grouped_gemm, grouped_gemm_torch, tuned_as
 from sonic.kernels.metadata import Metadata
 from sonic.shapes import Shape
@@ -25,7 +25,13 @@ def d_input(
     if tile is None:
         rerun = partial(d_input, dh_R2n, w1_E2nd, meta, into=into)
         tile = tuning.choose(
-            tuned_as("d_input", into), d, n, E, dh_R2n.dtype, lambda: configs(dh_R2n.dtype, d, into), rerun
+            tuned_as("d_input", into),
+            d,
+            n,
+            E,
+            dh_R2n.dtype,
+            lambda: configs(dh_R2n.dtype, d, into, tma_ready(dh_R2n, w1_E2nd)),
+            rerun,
         )
     return grouped_gemm(dh_R2n.view(-1, 2, n), w1_E2nd, meta, tile, k_major=False, into=into, scores=None)
 

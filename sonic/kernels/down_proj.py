@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from sonic.kernels import tuning
-from sonic.kernels.common import Cost, Tile
+from sonic.kernels.common import Cost, Tile, tma_ready
 from sonic.kernels.grouped_gemm import Into, configs, grouped_gemm, grouped_gemm_torch, tuned_as
 from sonic.kernels.metadata import Metadata
 from sonic.shapes import Shape
@@ -32,7 +32,13 @@ def down_proj(
     if tile is None:
         rerun = partial(down_proj, a_Rn, w2_Edn, meta, into=into, scores=scores)
         tile = tuning.choose(
-            tuned_as("down_proj", into), d, n, E, a_Rn.dtype, lambda: configs(a_Rn.dtype, d, into), rerun
+            tuned_as("down_proj", into),
+            d,
+            n,
+            E,
+            a_Rn.dtype,
+            lambda: configs(a_Rn.dtype, d, into, tma_ready(a_Rn, w2_Edn)),
+            rerun,
         )
     return grouped_gemm(a_Rn[:, None], w2_Edn[:, None], meta, tile, k_major=True, into=into, scores=scores)
 

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from sonic.kernels.common import (
     INTERPRET,
+    UNALIGNED,
     Tile,
     capped,
     cdiv,
@@ -46,7 +47,7 @@ def tuned_as(kernel: str, into: Into) -> str:
     return kernel if into == "rows" else f"{kernel}_{into}"
 
 
-def configs(dtype: torch.dtype, d: int, into: Into = "rows") -> list[Tile]:
+def configs(dtype: torch.dtype, d: int, into: Into = "rows", aligned: bool = True) -> list[Tile]:
     """Tiles worth trying: the wide one, whose next loads start under its epilogue, or two small programs per SM.
 
     Atomic addition (`into="tokens"`) passes a whole fp32 block through shared memory, which leaves room for less.
@@ -55,6 +56,8 @@ def configs(dtype: torch.dtype, d: int, into: Into = "rows") -> list[Tile]:
         return [Tile(64, 64, 64)]
     if dtype == torch.float32:
         return [Tile(64, 64, 32, stages=3, store="pointer")]
+    if not aligned:
+        return [UNALIGNED]
     if into == "tokens":
         return capped([Tile(128, 128, 64, stages=4), Tile(128, 256, 64, stages=3)], d)
     tiles = [

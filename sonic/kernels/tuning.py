@@ -12,6 +12,7 @@ import json
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 import triton
 from filelock import FileLock
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from sonic.kernels.common import INTERPRET, Tile
 
@@ -58,8 +59,19 @@ def _known(card: str) -> dict[str, Tile]:
     tiles: dict[str, Tile] = {}
     for path in (_COMMITTED / f"{card}.json", user_file(card)):
         if path.exists():
-            tiles |= {key: Tile(**value) for key, value in json.loads(path.read_text()).items()}
+            tiles |= _read(path)
     return tiles
+
+
+def _read(path: Path) -> dict[str, Tile]:
+    """Choices of one file. A user's file that is damaged or of another version is passed over with a warning."""
+    try:
+        return {key: Tile(**value) for key, value in json.loads(path.read_text()).items()}
+    except (ValueError, TypeError) as error:
+        if path.parent == _COMMITTED:
+            raise
+        warnings.warn(f"{path} is not read: {error}; delete it to tune anew", stacklevel=2)
+        return {}
 
 
 def entry(kernel: str, d: int, n: int, E: int, dtype: torch.dtype) -> str:
@@ -96,7 +108,7 @@ def known(kernel: str, d: int, n: int, E: int, dtype: torch.dtype) -> Tile | Non
 def measured(kernel: str, d: int, n: int, E: int, dtype: torch.dtype) -> bool:
     """Whether the files hold a choice for these sizes on this card."""
     card = _card()
-    return card is not None and entry(kernel, d, n, E, dtype) in _known(card)
+    return card is not None and mode() != "off" and entry(kernel, d, n, E, dtype) in _known(card)
 
 
 def _decide(key: str, candidates: list[Tile], run: Callable[..., object]) -> Tile:
@@ -121,7 +133,7 @@ def _measure(candidates: list[Tile], run: Callable[..., object]) -> Tile:
         try:
             run(tile=tile)
             times[tile] = triton.testing.do_bench(lambda t=tile: run(tile=t), warmup=10, rep=40, return_mode="median")
-        except OutOfResources:
+        except (OutOfResources, PTXASError):
             continue
     tune_seconds += time.perf_counter() - begun
     if not times:
@@ -133,7 +145,7 @@ def _keep(path: Path, key: str, tile: Tile) -> None:
     """Add one choice to a user's file; several processes may tune at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
-        tiles = json.loads(path.read_text()) if path.exists() else {}
+        tiles = {name: asdict(known) for name, known in _read(path).items()} if path.exists() else {}
         tiles[key] = asdict(tile)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(tiles, indent=1, sort_keys=True) + "\n")

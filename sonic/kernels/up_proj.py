@@ -21,6 +21,7 @@ import triton.language as tl
 from sonic.kernels import tuning
 from sonic.kernels.common import (
     INTERPRET,
+    UNALIGNED,
     Cost,
     Tile,
     capped,
@@ -45,12 +46,14 @@ from sonic.kernels.metadata import Metadata
 from sonic.shapes import Shape
 
 
-def configs(dtype: torch.dtype, n: int) -> list[Tile]:
+def configs(dtype: torch.dtype, n: int, aligned: bool = True) -> list[Tile]:
     """Tiles worth trying; a block covers tile.n/2 gate and tile.n/2 up columns, so 128 x 256 suits n >= 128."""
     if INTERPRET:
         return [Tile(64, 64, 64)]
     if dtype == torch.float32:
         return [Tile(64, 64, 32, stages=3, store="pointer")]
+    if not aligned:
+        return [UNALIGNED]
     tiles = [
         Tile(128, 256, 64, stages=4, flatten=True, group=4),
         Tile(128, 256, 64, stages=4, flatten=True),
@@ -99,7 +102,8 @@ def _up_proj_kernel(
                 j = tl.arange(0, BLOCK_N)
                 col = col0 + j % HALF
                 at = w1_ptr + expert.to(tl.int64) * stride_we
-                at += (j // HALF)[None, :] * stride_wh + col[None, :] * stride_wn + k[:, None] * stride_wd
+                at += (j // HALF).to(tl.int64)[None, :] * stride_wh
+                at += col.to(tl.int64)[None, :] * stride_wn + k.to(tl.int64)[:, None] * stride_wd
                 w = tl.load(at, mask=(col < n)[None, :] & (k < d)[:, None], other=0.0)
             acc = dot(x, w, acc)
         gate, up = halves(acc, BLOCK_M, BLOCK_N)
@@ -150,7 +154,7 @@ def up_proj(
         return h, a
     if tile is None:
         rerun = partial(up_proj, x, w1_E2nd, meta, gather=gather, with_act=with_act, with_h=with_h)
-        tile = tuning.choose("up_proj", d, n, E, x.dtype, lambda: configs(x.dtype, n), rerun)
+        tile = tuning.choose("up_proj", d, n, E, x.dtype, lambda: configs(x.dtype, n, tma_ready(w1_E2nd)), rerun)
     check_fits(tile, x.element_size())
     half = tile.n // 2
     tma = tma_ready(w1_E2nd)
@@ -228,11 +232,10 @@ def _swiglu_wide(h_R2n: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def up_proj_cost(shape: Shape, R: int, itemsize: int) -> Cost:
-    """4 R n d FLOPs; X gathered, W1 read once, H and A written."""
+def up_proj_cost(shape: Shape, R: int, itemsize: int, with_h: bool = True) -> Cost:
+    """4 R n d FLOPs; X gathered, W1 read once, H (not in inference) and A written."""
     d, n = shape.d, shape.n
-    return Cost(
-        4 * R * n * d,
-        {"x": itemsize * R * d, "w1": itemsize * 2 * shape.E * n * d, "h": itemsize * 2 * R * n, "a": itemsize * R * n},
-        {"x": itemsize * shape.T * d},
-    )
+    tensors = {"x": itemsize * R * d, "w1": itemsize * 2 * shape.E * n * d, "a": itemsize * R * n}
+    if with_h:
+        tensors["h"] = itemsize * 2 * R * n
+    return Cost(4 * R * n * d, tensors, {"x": itemsize * shape.T * d})

@@ -16,6 +16,7 @@ import triton.language as tl
 from sonic.kernels import tuning
 from sonic.kernels.common import (
     INTERPRET,
+    UNALIGNED,
     Cost,
     Tile,
     capped,
@@ -38,12 +39,14 @@ from sonic.kernels.metadata import Metadata
 from sonic.shapes import Shape
 
 
-def configs(dtype: torch.dtype, columns: int) -> list[Tile]:
+def configs(dtype: torch.dtype, columns: int, aligned: bool = True) -> list[Tile]:
     """Tiles worth trying; the contraction block k counts rows of an expert."""
     if INTERPRET:
         return [Tile(64, 64, 64)]
     if dtype == torch.float32:
         return [Tile(64, 64, 32, stages=3, store="pointer")]
+    if not aligned:
+        return [UNALIGNED]
     tiles = [
         Tile(128, 128, 64, stages=3, warps=4, ctas=2, split=2),
         Tile(128, 128, 64, stages=3, warps=4, ctas=2),
@@ -174,7 +177,7 @@ def weight_grad_1(
     E, _, n, d = out_E2nd.shape
     if tile is None:
         rerun = partial(weight_grad_1, x, dh_R2n, out_E2nd, meta, gather=gather)
-        tile = tuning.choose("weight_grad_1", d, n, E, x.dtype, lambda: configs(x.dtype, d), rerun)
+        tile = tuning.choose("weight_grad_1", d, n, E, x.dtype, lambda: configs(x.dtype, d, tma_ready(dh_R2n)), rerun)
     return _weight_grad(dh_R2n.view(-1, 2, n), x, out_E2nd, meta, tile, q_rows=False, gather=gather)
 
 
@@ -203,7 +206,7 @@ def weight_grad_2(
     E, d, n = out_Edn.shape
     if tile is None:
         rerun = partial(weight_grad_2, do, ap_Rn, out_Edn, meta, gather=gather)
-        tile = tuning.choose("weight_grad_2", d, n, E, do.dtype, lambda: configs(do.dtype, n), rerun)
+        tile = tuning.choose("weight_grad_2", d, n, E, do.dtype, lambda: configs(do.dtype, n, tma_ready(ap_Rn)), rerun)
     _weight_grad(ap_Rn[:, None], do, out_Edn[:, None], meta, tile, q_rows=True, gather=gather)
     return out_Edn
 

@@ -1,0 +1,71 @@
+"""The adapter of our own layer: every kernel alone, the knobs' names, and what a row says beside times."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sonic.impls.sonic import Impl
+from sonic.problem import Problem
+from sonic.record import KERNEL_OPS, Knobs, Point, Routing, Settings, ShapeSpec, TileSpec
+from sonic.worker import serve_point
+
+SHAPE = ShapeSpec(T=17, d=64, n=32, E=5, K=2)
+SETTINGS = Settings(warmup_ms=0, samples=1, graph=False, l2="cold", profile=False, tune="cached")
+
+
+def point(**fields: object) -> Point:
+    given = {"sweep": "test", "impl": "sonic", "op": "layer", "mode": "fwd_bwd", "dtype": "fp32", "shape": SHAPE}
+    return Point(**{**given, **fields})
+
+
+def adapter(**fields: object) -> Impl:
+    wanted = point(**fields)
+    return Impl(Problem(SHAPE.sizes(), Routing(), wanted.dtype, "cpu", 0), wanted)
+
+
+@pytest.mark.parametrize("op", KERNEL_OPS)
+def test_every_kernel_alone_gives_a_row(op: str):
+    outcome = serve_point(point(op=op, mode="fwd"), SETTINGS).outcome
+    assert outcome.status == "ok", outcome.reason
+    assert outcome.errors and max(outcome.errors.values()) <= 2
+
+
+def test_a_wrong_index_is_an_error_of_its_own_kind():
+    impl = adapter(op="metadata", mode="fwd")
+    right = impl._outputs()
+    impl._twin = lambda: [right[0], right[1].roll(1), *right[2:]]
+    assert impl.check()["kernel.1"] == float("inf")
+
+
+@pytest.mark.parametrize("knob", [{"gather": "separate"}, {"activation": "separate"}, {"aggregate": "atomic"}])
+def test_a_kernel_alone_refuses_knobs_that_it_would_not_run(knob: dict[str, str]):
+    (name, value), *_ = knob.items()
+    refusal = Impl.supports(point(op="down_proj", mode="fwd", knobs=Knobs(**knob)), torch.device("cpu"))
+    assert refusal is not None and refusal.startswith(f"knobs.{name} is {value!r}")
+
+
+def test_inference_writes_no_h_and_the_byte_model_says_so():
+    pairs = SHAPE.T * SHAPE.K
+    difference = adapter(mode="fwd").bytes_model() - adapter(mode="fwd_infer").bytes_model()
+    assert difference == 4 * 2 * pairs * SHAPE.n
+
+
+def test_the_byte_model_is_silent_about_ablations():
+    impl = adapter(knobs=Knobs(gather="separate"))
+    assert impl.bytes_model() is None
+    assert all(cost.bytes is None and cost.flops is not None for cost in impl.kernels_cost)
+
+
+def test_a_tile_asked_for_is_what_the_row_names():
+    impl = adapter(tile=TileSpec(m=16, n=32, kernel="d_act"))
+    impl.forward()
+    tiles = {cost.name: cost.tile for cost in impl.kernels_cost}
+    assert tiles["_d_act_kernel"]["m"] == 16 and tiles["_d_act_kernel"]["n"] == 32
+    assert impl.tuned is False
+
+
+def test_a_tile_that_outgrows_shared_memory_names_need_and_limit():
+    outcome = serve_point(point(tile=TileSpec(m=256, n=256, k=128, stages=5)), SETTINGS).outcome
+    assert outcome.status == "out_of_resources"
+    assert "1310720" in outcome.reason and "232448" in outcome.reason
