@@ -82,6 +82,14 @@ _FAMILIES = ("hopper", "triton", "torch")
 
 GREY = "#57606a"
 
+#: The card whose rows and figures are committed: its figures lie in `figures/` itself, those of any other in a folder
+#: of that card's name, so that drawing elsewhere never replaces what the README shows.
+HOME_GPU = "nvidia-h200"
+
+#: Busy time this far above the event time of the same call needs faster clocks in the event pass: no call ends before
+#: its kernels do.
+CLOCKS_DIFFER = 1.03
+
 
 def look(impl: str) -> Look:
     """Colour and marker of an implementation; one without an entry gets a spare colour that follows from its name."""
@@ -426,7 +434,16 @@ def provenance(data: pd.DataFrame) -> str:
 
 def notes(data: pd.DataFrame, y: str = "ms") -> list[str]:
     """What a reader must know beside the picture: series without a `y` and why, the rows' own notes, throttling."""
-    return missing_notes(data, y) + _row_notes(data) + _throttle_notes(data)
+    return missing_notes(data, y) + row_notes(data)
+
+
+def row_notes(data: pd.DataFrame) -> list[str]:
+    """What the measured rows say of themselves: the adapters' notes, throttling, clocks that changed between passes.
+
+    `data` must hold every row behind the figure and its table, not only the mode that is drawn largest.
+    """
+    measured = data[data.ms.notna() & ~data.derived]
+    return _adapter_notes(measured) + _throttle_notes(measured) + _clock_notes(measured)
 
 
 def missing_notes(data: pd.DataFrame, y: str = "ms") -> list[str]:
@@ -445,9 +462,9 @@ def missing_notes(data: pd.DataFrame, y: str = "ms") -> list[str]:
     return found
 
 
-def _row_notes(data: pd.DataFrame, most: int = 6) -> list[str]:
+def _adapter_notes(data: pd.DataFrame, most: int = 6) -> list[str]:
     """The notes that adapters left in measured rows (a tuner cut short), each once per implementation."""
-    noted = data[data.ms.notna() & data.note.notna()].drop_duplicates(["impl", "note"])
+    noted = data[data.note.notna()].drop_duplicates(["impl", "note"])
     lines = [f"{line.impl}: {textwrap.shorten(line.note, 160)}" for line in noted.itertuples()]
     return lines[:most] + ([f"and {len(lines) - most} more notes in the rows"] if len(lines) > most else [])
 
@@ -455,6 +472,22 @@ def _row_notes(data: pd.DataFrame, most: int = 6) -> list[str]:
 def _throttle_notes(data: pd.DataFrame) -> list[str]:
     count = int(data.throttled.eq(True).sum())
     return [f"{count} of {len(data)} rows were taken while the card throttled."] if count else []
+
+
+def clocks_differ(data: pd.DataFrame) -> pd.Series:
+    """For every line whether its busy time is clearly above its event time."""
+    return data.device_ms > CLOCKS_DIFFER * data.event_ms
+
+
+def _clock_notes(data: pd.DataFrame) -> list[str]:
+    found = data[clocks_differ(data)]
+    if found.empty:
+        return []
+    most = (found.device_ms / found.event_ms - 1).max()
+    return [
+        f"Busy time above event time in {len(found)} of {len(data)} rows, by up to {most:.0%}: "
+        "the clocks differed between the passes."
+    ]
 
 
 def ratio(ours: pd.Series, theirs: pd.Series) -> pd.Series:

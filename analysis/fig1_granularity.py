@@ -76,7 +76,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     handles = common.series_handles(data, "ms")
     handles += [common.paper_handle("paper, H100 (Figs 1, 13, 14; digitised)")] if any(any_paper.values()) else []
     handles += [common.formula_handle("paper's formula")] if any_formula else []
-    notes = common.notes(forward)
+    notes = common.missing_notes(forward) + common.row_notes(data)
     if any_paper["held"]:
         notes.append(
             "The paper's memory bars include the expert weights, and SonicMoE's its output too; "

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import io
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,17 @@ from matplotlib.figure import Figure
 
 from analysis import common, load
 from sonic.record import Fault, RecordError
+from sonic.say import say
 
 HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure, the rows behind it (`data`), the numbers in it (`table`) and the faulty lines of its files."""
+    """A figure, the rows behind it (`data`), the numbers in it (`table`) and the faulty lines of its files.
+
+    `stem` names its files: that of the figure's source, and a clock or method that is not the one drawn by default.
+    """
 
     id: str
     stem: str
@@ -109,13 +114,14 @@ def build(
     if not data.ms.notna().any():
         statuses = ", ".join(f"{count} {status}" for status, count in rows.status.value_counts().items())
         raise NotDrawn(f"no measured row of {chosen} (rows: {statuses or 'none'}); {fill}", faults)
+    by_default = rows if (method, clock) == (None, "auto") else load.rows(results, module.SWEEP, chosen)[0]
     figure = Figure()
     with matplotlib.rc_context(common.STYLE):
         module.draw(figure, data)
     claim = (module.__doc__ or "").strip()
     return Drawn(
         figure_id,
-        discover()[figure_id],
+        discover()[figure_id] + _choice(by_default, data, method),
         module.TITLE,
         claim,
         module.SWEEP,
@@ -125,6 +131,15 @@ def build(
         data,
         faults,
     )
+
+
+def _choice(by_default: pd.DataFrame, data: pd.DataFrame, method: int | None) -> str:
+    """Ending of the stem where clock or method are not those of `by_default`, the rows drawn without such options."""
+    clock = data.clock.iloc[0]
+    ending = "" if clock == by_default.clock.iloc[0] else f"_{clock}"
+    if method is not None and set(by_default.method_version.dropna()) != {method}:
+        ending += f"_method{method}"
+    return ending
 
 
 def show(
@@ -159,9 +174,13 @@ def _bytes(figure: Figure, kind: str, **options: object) -> bytes:
     return buffer.getvalue()
 
 
+def home(results: Path, gpu: str) -> Path:
+    """Where figures go that nobody sent elsewhere: see `common.HOME_GPU`."""
+    return results / "figures" if gpu == common.HOME_GPU else results / "figures" / gpu
+
+
 def save(drawn: Drawn, folder: Path) -> list[Path]:
-    """Writes `<stem>.pdf` and `<stem>.png` to `folder`, those of a CPU to `folder/cpu`; returns the two paths."""
-    folder = folder / load.CPU if drawn.gpu == load.CPU else folder
+    """Writes `<stem>.pdf` and `<stem>.png` to `folder`; returns the two paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for kind, content in (("pdf", pdf(drawn.figure)), ("png", png(drawn.figure))):
@@ -189,7 +208,8 @@ def run(ids: Sequence[str], options: argparse.Namespace) -> int:
     """Draws the figures and prints their numbers.
 
     0 when all that were named are drawn (without names: all that have rows), 1 when one has no rows, 2 when rows of
-    several GPUs, methods or clocks would be mixed, or a file cannot be read; the other figures are drawn all the same.
+    several GPUs, methods or clocks would be mixed, or a file cannot be read or written; the other figures are drawn all
+    the same.
     """
     pending: list[str] = []
     refused = False
@@ -205,19 +225,24 @@ def run(ids: Sequence[str], options: argparse.Namespace) -> int:
             refused, faults = True, []
         else:
             faults = drawn.faults
-            print(f"{drawn.id}: {drawn.title} [{drawn.gpu}]")
-            print(show_table(drawn.table))
-            for path in save(drawn, options.out or options.results / "figures"):
-                print(f"wrote {path}")
-            print()
+            say(f"{drawn.id}: {drawn.title} [{drawn.gpu}]")
+            say(show_table(drawn.table))
+            folder = options.out or home(options.results, drawn.gpu)
+            try:
+                for path in save(drawn, folder):
+                    say(f"wrote {path}")
+            except OSError as error:
+                print(f"{figure_id}: {_unwritable(folder, error)}", file=sys.stderr)
+                refused = True
+            say()
         for fault in faults:
             if (fault.path, fault.line_number) not in reported:
                 reported.add((fault.path, fault.line_number))
                 print(f"{fault.path}:{fault.line_number}: left out, {fault.reason}", file=sys.stderr)
     if pending:
-        print("Not drawn:")
+        say("Not drawn:")
         for line in pending:
-            print(f"  {line}")
+            say(f"  {line}")
     return 2 if refused else 1 if pending and ids else 0
 
 
@@ -247,6 +272,28 @@ def check_choice(command: argparse.ArgumentParser, options: argparse.Namespace) 
             command.error(f"no rows of --gpu {options.gpu!r}; there are rows of {', '.join(slugs) or 'none'}")
 
 
+def _check_out(command: argparse.ArgumentParser, folder: Path | None) -> None:
+    """Ends with exit code 2 when no file can be made in the folder that was asked for, which it creates."""
+    if folder is None:
+        return
+    try:
+        try_folder(folder)
+    except OSError as error:
+        command.error(_unwritable(folder, error))
+
+
+def try_folder(folder: Path) -> None:
+    """Creates a folder and a file in it that goes away at once; OSError when either is impossible."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Permission bits do not tell: root passes them, and /proc takes no file for all that.
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _unwritable(folder: Path, error: OSError) -> str:
+    return f"--out must be a folder in which files can be written, and {folder} is none: {error.strerror}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m analysis`."""
     command = _parser("python -m analysis")
@@ -260,11 +307,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.id and options.for_sweep:
         command.error("name figures or --for-sweep, not both")
     check_choice(command, options)
+    _check_out(command, options.out)
     ids = options.id
     if options.for_sweep:
         ids = [name for name in known if module_of(name).SWEEP == options.for_sweep]
         if not ids:
-            print(f"no figure is drawn from sweep {options.for_sweep!r}")
+            say(f"no figure is drawn from sweep {options.for_sweep!r}")
             return 0
     return run(ids, options)
 
@@ -275,6 +323,7 @@ def file_main(file: str, argv: Sequence[str] | None = None) -> int:
     command = _parser(f"python -m analysis.{stem}")
     options = command.parse_args(argv)
     check_choice(command, options)
+    _check_out(command, options.out)
     return run([stem.split("_")[0]], options)
 
 
@@ -284,6 +333,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     add_options(command)
     command.add_argument(
-        "--out", type=Path, metavar="DIR", help="where the figures go (default: figures/ in the results folder)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=f"where the figures go (default: figures/ in the results folder for {common.HOME_GPU}, "
+        "figures/SLUG/ for others)",
     )
     return command

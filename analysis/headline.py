@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import load, paper
+from analysis import common, load, paper
 from analysis.fig1_granularity import select, table
+from sonic.say import say
 
-GPU = "nvidia-h200"
+GPU = common.HOME_GPU
 SHAPES = (("7B", 256), ("30B", 1024))
 HEAD = (
     "shape", "implementation", "fwd ms", "fwd + bwd ms", "fwd TFLOP/s", "held GiB",
@@ -49,13 +50,34 @@ def markdown(found: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def caution(results: Path = load.RESULTS) -> str:
+    """How many of the measurements behind the table are to be taken with care, as the README says it."""
+    rows, _faults = load.rows(results, sweep="granularity", gpu=GPU)
+    layers = rows[(rows.op == "layer") & rows["mode"].isin(("fwd", "fwd_bwd")) & rows.ms.notna()]
+    sizes = [paper.shape(size, n) for size, n in SHAPES]
+    behind = [layers[(layers[list(load.SHAPE)] == [getattr(shape, name) for name in load.SHAPE]).all(axis=1)]
+              for shape in sizes]  # fmt: skip
+    every = pd.concat(behind)
+    parts = ", ".join(
+        f"{part.throttled.eq(True).sum()} of {len(part)} at {size}"
+        for (size, _), part in zip(SHAPES, behind, strict=True)
+    )
+    return (
+        f"The card throttled in {every.throttled.eq(True).sum()} of the {len(every)} measurements behind the table "
+        f"({parts}); device time is more than {common.CLOCKS_DIFFER - 1:.0%} above event time in "
+        f"{common.clocks_differ(every).sum()} of them, since the clocks differed between the passes."
+    )
+
+
 def _cell(value: float, form: str) -> str:
     return "-" if pd.isna(value) else format(value, form)
 
 
 def main() -> int:
-    """Print the table."""
-    print(markdown(numbers()))
+    """Print the table and the sentence below it."""
+    say(markdown(numbers()))
+    say()
+    say(caution())
     return 0
 
 

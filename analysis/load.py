@@ -222,6 +222,7 @@ def one_series(table: pd.DataFrame) -> pd.DataFrame:
 def pool_seeds(table: pd.DataFrame) -> pd.DataFrame:
     """One line per point whatever its seeds: all samples together, worst error and largest memory of the `ok` seeds.
 
+    A point is throttled when one of its seeds was.
     A point without an `ok` seed keeps the line of its first seed, with that seed's status.
     """
     by = [name for name in POINT if name not in SEEDS]
@@ -235,6 +236,7 @@ def pool_seeds(table: pd.DataFrame) -> pd.DataFrame:
             line["samples_ms"] = [ms for samples in measured.samples_ms for ms in samples]
             worst = measured.worst_error.idxmax() if measured.worst_error.notna().any() else measured.index[0]
             line |= measured.loc[worst, ["worst_error", "worst_error_name"]].to_dict()
+            line["throttled"] = True if measured.throttled.eq(True).any() else line["throttled"]
             for name in ("held_bytes", "held_gib", "peak_fwd_gib", "peak_bwd_gib", "peak_gib"):
                 line[name] = measured[name].max()
             for name in (

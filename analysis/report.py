@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import base64
+import errno
 import html
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ import pandas as pd
 
 from analysis import figures, load, paper
 from sonic.record import EXPECTED, RecordError
+from sonic.say import say
 
 DEFAULT_OUT = load.RESULTS.parent / ".sonic" / "report.html"
 
@@ -31,7 +34,7 @@ body {{ font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1180px;
 h1 {{ font-size: 1.6rem; }}
 h2 {{ font-size: 1.2rem; margin-top: 2.4rem; border-top: 1px solid #d8dee4; padding-top: 1rem; }}
 img {{ max-width: 100%; border: 1px solid #d8dee4; border-radius: 4px; }}
-.claim {{ color: #57606a; white-space: pre-line; }}
+.claim {{ color: #57606a; }}
 .scroll {{ overflow: auto; max-height: 32rem; border: 1px solid #d8dee4; border-radius: 4px; margin: .6rem 0; }}
 table {{ border-collapse: collapse; font-size: 12.5px; width: 100%; }}
 th {{ background: #f6f8fa; position: sticky; top: 0; text-align: right; padding: 4px 9px; white-space: nowrap; }}
@@ -83,8 +86,9 @@ def render(
 
 def _figure(drawn: figures.Drawn) -> str:
     picture = base64.b64encode(figures.png(drawn.figure, dpi=150)).decode()
+    claim = "\n".join(f'<p class="claim">{_code(text)}</p>' for text in drawn.claim.split("\n\n"))
     return (
-        f'<p class="claim">{html.escape(drawn.claim)}</p>\n'
+        f"{claim}\n"
         f'<img alt="{html.escape(drawn.title)}" src="data:image/png;base64,{picture}">\n'
         f"<details><summary>{len(drawn.table)} lines of numbers, sweep {html.escape(drawn.sweep)}</summary>"
         f"{_table(drawn.table)}</details>"
@@ -122,7 +126,7 @@ def _code(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the page; 0 when it is written, 2 for a wrong choice."""
+    """Writes the page; 0 when it is written, 2 for a wrong choice or where it cannot be written."""
     parser = argparse.ArgumentParser(prog="python -m analysis.report", description=(__doc__ or "").splitlines()[0])
     figures.add_options(parser)
     parser.add_argument(
@@ -131,14 +135,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     figures.check_choice(parser, options)
     try:
+        if options.out.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        figures.try_folder(options.out.parent)
+    except OSError as error:
+        parser.error(_unwritable(options.out, error))
+    try:
         page = render(options.results, options.gpu, options.method, options.clock)
     except (load.SelectionError, RecordError) as error:
         print(error, file=sys.stderr)
         return 2
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(page, encoding="utf-8")
-    print(f"wrote {options.out}")
+    try:
+        options.out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        print(_unwritable(options.out, error), file=sys.stderr)
+        return 2
+    say(f"wrote {options.out}")
     return 0
+
+
+def _unwritable(page: Path, error: OSError) -> str:
+    return f"--out must be a file that can be written, and {page} is none: {error.strerror}"
 
 
 if __name__ == "__main__":

@@ -23,10 +23,12 @@ _PASSES = {"fwd": "forward", "bwd": "backward (fwd_bwd \N{MINUS SIGN} fwd)"}
 
 
 def select(rows: pd.DataFrame) -> pd.DataFrame:
-    """Layers or experts, forward and the derived backward, seeds pooled; `panel` is T, d, n and K."""
+    """Layers or experts, forward, both passes and the derived backward, seeds pooled; `panel` is T, d, n and K."""
     rows = rows[rows.op.isin(("layer", "experts")) & rows["mode"].isin(("fwd", "fwd_bwd"))]
     data = common.label_series(load.with_backward(load.pool_seeds(load.one_series(rows))))
-    data = data[data["mode"].isin(tuple(_PASSES))]
+    # The lines of both passes are not drawn, but what they say of themselves concerns the backward made from them.
+    drawn = data[data["mode"].isin(tuple(_PASSES))]
+    data = data if drawn.ms.notna().any() else drawn
     return data.assign(
         panel=[f"d={d} n={n} K={K} T={T}" for T, d, n, K in data[["T", "d", "n", "K"]].itertuples(index=False)]
     )
@@ -51,8 +53,9 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
                 ax, ratios, "experts E  (activation ratio \N{GREEK SMALL LETTER RHO} = K/E below)", ratios.get
             )
             ax.xaxis.label.set_visible(row == len(passes) - 1)
-    notes = common.notes(data[data["mode"] == "fwd"], "tflops")
-    sheet.finish(TITLE, common.provenance(data), common.series_handles(data, "tflops"), notes)
+    notes = common.missing_notes(data[data["mode"] == "fwd"], "tflops") + common.row_notes(data)
+    drawn = data[data["mode"].isin(tuple(_PASSES))]
+    sheet.finish(TITLE, common.provenance(data), common.series_handles(drawn, "tflops"), notes)
 
 
 def _panels(data: pd.DataFrame) -> list[str]:

@@ -79,7 +79,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     sheet.finish(
         TITLE + common.time_note(data).replace("\n", " "),
         common.provenance(data),
-        notes=notes + common.notes(data[data.ms.notna()]),
+        notes=notes + common.row_notes(data),
     )
 
 

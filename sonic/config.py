@@ -566,9 +566,8 @@ def compose_config(lines: Sequence[str]) -> DictConfig:
 def _hydra_message(error: Exception) -> str:
     text = " ".join(str(error).split())
     if missing := re.search(r"Could not find 'hydra/launcher/(\w+)'", text):
-        return (
-            f"the launcher {missing[1]!r} is not installed; `pip install -e .[cluster]` brings joblib, submitit and ray"
-        )
+        install = '`pip install -e ".[cluster]"` brings joblib, submitit and ray'
+        return f"the launcher {missing[1]!r} is not installed; {install}"
     return text
 
 
@@ -592,7 +591,9 @@ def sort_out(overrides: list[Override], loader: ConfigLoader) -> Given:
     for override in overrides:
         key, line = override.key_or_group, str(override.input_line)
         if key in seen:
-            raise CommandError(f"{seen[key]} and {line} both set {key}; give one of them")
+            split = key in SUBTREES and re.match(r"\w+=\w+:", line)
+            hint = " (the shell split the braces: quote it)" if split else ""
+            raise CommandError(f"{seen[key]} and {line} both set {key}; give one of them{hint}")
         seen[key] = line
         if key.startswith(("hydra.", "hydra/")):
             given.compose.append(line)

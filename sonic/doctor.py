@@ -22,6 +22,7 @@ from typing import Any, get_args
 from sonic import __version__, pool
 from sonic.env import cpu_name, nvml_card, revision
 from sonic.record import Knobs, RecordError, default_results, ensure_writable
+from sonic.say import say
 
 #: Packages of the parent, whose versions the child does not tell.
 PACKAGES = ("hydra-core", "wandb", "pydantic", "pandas", "matplotlib", "nvidia-ml-py", "filelock", "numpy")
@@ -177,9 +178,9 @@ def family_lines(device: dict[str, Any]) -> Lines:
 def report(title: str, lines: Lines) -> None:
     """Prints one section, its names in a column."""
     width = max((len(name) for name, _ in lines), default=0)
-    print(f"\n{title}")
+    say(f"\n{title}")
     for name, text in lines:
-        print(f"  {name:<{width}}  {text}")
+        say(f"  {name:<{width}}  {text}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -208,8 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reply and not any(facts.get("available") for facts in impls.values()):
         problems.append("no implementation is available")
     for problem in problems:
-        print(f"\nproblem: {problem}")
-    print("\na sweep can run here: python -m sonic.sweep" if not problems else "\na sweep cannot run here")
+        say(f"\nproblem: {problem}")
+    say("\na sweep can run here: python -m sonic.sweep" if not problems else "\na sweep cannot run here")
     return 1 if problems else 0
 
 

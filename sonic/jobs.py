@@ -14,7 +14,7 @@ from typing import Any
 
 from sonic import config, env, pool, record
 from sonic.pool import Description, ImplInfo
-from sonic.record import EXPECTED, FINAL, Outcome, Point, Row, Settings, Strict
+from sonic.record import EXPECTED, FINAL, Outcome, Point, RecordError, Row, Settings, Strict
 
 log = logging.getLogger("sonic")
 
@@ -52,9 +52,15 @@ class Plan(Strict):
         return Path(self.folder) / f"chunk-{chunk}.json"
 
     def save(self) -> None:
-        """Writes the plan to its file."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(self.model_dump_json())
+        """Writes the plan to its file. RecordError names the file and the reason when that is not possible."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(self.model_dump_json())
+        except OSError as error:
+            raise RecordError(
+                f"{self.path}: cannot write the run's plan ({error.strerror}); "
+                "the folder .sonic must be writable, results=DIR puts it into DIR"
+            ) from error
 
 
 class Report(Strict):
@@ -135,6 +141,12 @@ class Memory:
         return Outcome(status="skipped_oom", reason=f"T={least} of the same layer ran out of memory")
 
 
+def ensure_files(results: Path, sweep: str, description: Description) -> None:
+    """RecordError unless the files of rows and environments can be read and appended to."""
+    record.ensure_appendable(record.rows_path(results, sweep, description.device.gpu))
+    record.ensure_appendable(env.env_path(results, description.device.gpu))
+
+
 def make_row(point: Point, outcome: Outcome, key: str, info: ImplInfo, run_id: str, where: env.Env) -> Row:
     """The row of a measured point: its knobs say which family ran."""
     tree = point.model_dump()
@@ -167,7 +179,7 @@ def run_chunk(plan: Plan, chunk: int) -> None:
     results = Path(plan.results)
     cards = config.visible_gpus()
     chosen = cards[chunk % len(cards)][0] if plan.spread and cards else None
-    lock = pool.device_lock(chosen or (cards[0][0] if cards else "cpu"))
+    turns = Turns(pool.device_lock(chosen or (cards[0][0] if cards else "cpu")))
     command, environment = pool.worker_command(), pool.worker_environment(interpreted(), chosen)
     if plan.description is not None:
         description = Description.model_validate(plan.description)
@@ -175,6 +187,7 @@ def run_chunk(plan: Plan, chunk: int) -> None:
         description = pool.describe(command, environment)
     where = env.collect(description.model_dump(), results)
     path = record.rows_path(results, plan.sweep, description.device.gpu)
+    ensure_files(results, plan.sweep, description)
 
     points = [plan.points[index] for index in plan.chunks[chunk]]
     keys = keys_of(points, description)
@@ -203,7 +216,7 @@ def run_chunk(plan: Plan, chunk: int) -> None:
                 return
             outcome = refusal(info) or memory.skips(point)
             if outcome is None:
-                outcome = _measured(children, lock, point, plan)
+                outcome = _measured(children, turns, point, plan)
             if outcome.status == "oom":
                 memory.add(point)
             record.append_row(path, make_row(point, outcome, key, info, plan.run_id, where))
@@ -211,12 +224,28 @@ def run_chunk(plan: Plan, chunk: int) -> None:
                 plan.stop.touch()
 
 
-def _measured(children: pool.Pool, lock: pool.FileLock, point: Point, plan: Plan) -> Outcome:
-    pool.acquire(lock, lambda: log.warning("waiting: another sweep is measuring on this device"))
-    try:
+class Turns:
+    """A context manager that holds the device for one point; says once that it is shared."""
+
+    def __init__(self, lock: pool.FileLock) -> None:
+        self._lock = lock
+        self._told = False
+
+    def __enter__(self) -> None:
+        pool.acquire(self._lock, self._tell)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def _tell(self) -> None:
+        if not self._told:
+            log.warning("waiting: another sweep is measuring on this device; both go on in turns, point by point")
+        self._told = True
+
+
+def _measured(children: pool.Pool, turns: Turns, point: Point, plan: Plan) -> Outcome:
+    with turns:
         return children.measure(point, plan.settings, plan.timeout_s)
-    finally:
-        lock.release()
 
 
 def _write_whole(path: Path, text: str) -> None:

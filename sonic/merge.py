@@ -31,6 +31,7 @@ from sonic.record import (
     read_rows,
     rows_path,
 )
+from sonic.say import say
 
 
 @dataclass
@@ -122,24 +123,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = given.results or default_results()
     reason = refusal(given.DIR, results)
     if reason is not None:
-        print(f"merge: {reason}", file=sys.stderr)
+        say(f"merge: {reason}", sys.stderr)
         return 2
     try:
         ensure_writable(results)
         report = merge(given.DIR, results)
     except RecordError as error:
-        print(f"merge: {error}", file=sys.stderr)
+        say(f"merge: {error}", sys.stderr)
         return 2
     for path, count in report.files.items():
-        print(f"{path}: {count.added} added ({count.new_keys} new points), {count.known} already there")
-    print(f"environments: {report.envs} added")
+        say(f"{path}: {count.added} added ({count.new_keys} new points), {count.known} already there")
+    say(f"environments: {report.envs} added")
     for fault in report.faults:
-        print(f"not taken: {fault}", file=sys.stderr)
+        say(f"not taken: {fault}", sys.stderr)
     for env_id, number in report.orphans.items():
-        print(f"warning: {number} rows name env_id {env_id!r}, which no env.jsonl explains", file=sys.stderr)
+        say(f"warning: {number} rows name env_id {env_id!r}, which no env.jsonl explains", sys.stderr)
     added = sum(count.added for count in report.files.values())
     known = sum(count.known for count in report.files.values())
-    print(f"merged into {results}: {added} rows added, {known} already there, {len(report.faults)} lines not taken")
+    say(f"merged into {results}: {added} rows added, {known} already there, {len(report.faults)} lines not taken")
     return 1 if report.faults else 0
 
 

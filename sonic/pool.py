@@ -31,6 +31,8 @@ from sonic.record import Outcome, Point, Settings
 START_S = 180.0
 #: Seconds that an idle child gets to leave after its input is closed.
 LEAVE_S = 10.0
+#: Seconds between looks at a lock that another sweep holds.
+POLL_S = 0.1
 #: A longer reply than this is no reply.
 LONGEST_LINE = 64 << 20
 #: Statuses after which a child is not used again: its process may be poisoned or hold memory.
@@ -361,9 +363,18 @@ def device_lock(device: str) -> FileLock:
 
 
 def acquire(lock: FileLock, waiting: Callable[[], None]) -> None:
-    """Takes the lock; calls `waiting` once when that is not possible at once."""
+    """Takes the lock; calls `waiting` once when that is not possible at once.
+
+    Who waits for it holds a second lock, the turn, without which nobody takes the first: a sweep that has just measured
+    a point then waits for the others, instead of being first again.
+    """
+    turn = FileLock(Path(lock.lock_file).with_suffix(".turn"), mode=0o666)
     try:
+        turn.acquire(timeout=0)
         lock.acquire(timeout=0)
     except Timeout:
         waiting()
-        lock.acquire(poll_interval=0.2)
+        turn.acquire(poll_interval=POLL_S)
+        lock.acquire(poll_interval=POLL_S)
+    finally:
+        turn.release(force=True)

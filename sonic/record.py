@@ -348,16 +348,43 @@ def point_key(
 
 def ensure_writable(results: Path) -> None:
     """Makes the folder when it is missing and tries a file in it. RecordError names the folder and the reason."""
-    probe = results / f".writable-{os.getpid()}"
     try:
-        results.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        _try_folder(results)
     except OSError as error:
         raise RecordError(
             f"results is {str(results)!r}: cannot write there ({error.strerror}); "
             "it must be a folder that can be made and written, choose one with results=DIR"
         ) from error
+
+
+def ensure_appendable(path: Path) -> None:
+    """Opens a file of rows or environments as appending does, or tries its folder when there is no file yet.
+
+    Nothing is written. RecordError names the file and the reason.
+    """
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_APPEND))
+    except FileNotFoundError:
+        try:
+            _try_folder(path.parent)
+        except OSError as error:
+            raise _unusable(path, error) from error
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _try_folder(folder: Path) -> None:
+    """Makes the folder, and a file in it that is removed again. OSError when that is not possible."""
+    probe = folder / f".writable-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    probe.touch()
+    probe.unlink()
+
+
+def _unusable(path: Path, error: OSError) -> RecordError:
+    return RecordError(
+        f"{path}: cannot write the file ({error.strerror}); it and its folder must be readable and writable"
+    )
 
 
 @contextmanager
@@ -384,7 +411,7 @@ def _appending(path: Path) -> Iterator[int]:
         finally:
             os.close(fd)
     except OSError as error:
-        raise RecordError(f"{path}: cannot write the file ({error.strerror}); its folder must be writable") from error
+        raise _unusable(path, error) from error
 
 
 def _write(fd: int, data: bytes) -> None:
@@ -475,7 +502,8 @@ def _parse_line(line: bytes, model: type[Model]) -> Model:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno}); a line must be one JSON object") from None
+        what = error.msg.removesuffix(" at")
+        raise ValueError(f"not JSON ({what} at column {error.colno}); a line must be one JSON object") from None
     try:
         return model.model_validate_json(text)
     except ValidationError as error:

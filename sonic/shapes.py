@@ -7,6 +7,9 @@ from fractions import Fraction
 
 MAX_E = 4096
 MAX_K = 64
+#: Far beyond any model: a larger number is a slip of the keyboard.
+MAX_T = 2**31
+MAX_WIDTH = 2**20
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class Shape:
             least = 0 if field == "T" else 1
             if value < least:
                 raise ValueError(f"shape.{field} is {value}; it must be at least {least}")
+        if self.T > MAX_T:
+            raise ValueError(f"shape.T is {self.T}; at most {MAX_T} tokens are supported")
+        for field in ("d", "n"):
+            if getattr(self, field) > MAX_WIDTH:
+                raise ValueError(f"shape.{field} is {getattr(self, field)}; at most {MAX_WIDTH} columns are supported")
         if self.E > MAX_E:
             raise ValueError(f"shape.E is {self.E}; at most {MAX_E} experts are supported")
         if self.K > MAX_K:

@@ -11,8 +11,11 @@ line is at fault and nothing ran; 130 and 143 after SIGINT and SIGTERM, with the
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import itertools
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -54,6 +57,11 @@ LOOK_S = 0.3
 FIGURE_S = 180.0
 #: Width of tables where no terminal says its own.
 PLAIN_WIDTH = 220
+#: Model FLOPs of a point beyond which Triton's interpreter needs hours: about 100 times those of shape=tiny.
+MOST_INTERPRETED = 200_000_000
+FOR_GPU = "warning: these shapes are for a GPU: Triton's interpreter needs hours; shape=tiny fits"
+#: What Triton adds to its texts about resources, longer than what there is to know.
+ADVICE = " Reducing block sizes or `num_stages` may help."
 
 
 class Interrupted(BaseException):
@@ -295,9 +303,24 @@ def line_of(row: Row, leaves: Sequence[str]) -> str:
 
 def short(text: str, length: int = 160) -> str:
     """The beginning and the end of a text on one line: what happened, and an exception's message, which comes last."""
-    flat = " ".join(text.split())
+    flat = " ".join(text.split()).removesuffix(ADVICE)
     head = length // 3
     return flat if len(flat) <= length else f"{flat[:head]} ... {flat[-(length - head) :]}"
+
+
+def runs_here(sweep: Sweep) -> bool:
+    """Whether the points are measured by this process's children, and not by jobs that may be anywhere."""
+    return sweep.launch == [] or "cluster=local" in sweep.launch
+
+
+def most_flops(sweep: Sweep) -> float:
+    """Model FLOPs that a point of this run should not exceed: no limit where kernels are compiled."""
+    return MOST_INTERPRETED if runs_here(sweep) and jobs.interpreted() else math.inf
+
+
+def flops_of(point: Point) -> int:
+    """Model FLOPs of the layer that the point belongs to."""
+    return point.shape.sizes().flops(point.mode)
 
 
 def new_run_id(sweep: str) -> str:
@@ -421,7 +444,8 @@ def launch(sweep: Sweep, plan: Plan) -> list[str]:
 
 def _failure(job: JobReturn) -> str | None:
     try:
-        job.return_value  # noqa: B018 - Hydra raises the job's exception here
+        with contextlib.redirect_stderr(io.StringIO()):  # Hydra's own line, which says less
+            job.return_value  # noqa: B018 - Hydra raises the job's exception here
     except (RecordError, WorkerFault) as error:
         return str(error)
     except Exception as error:
@@ -542,7 +566,9 @@ def exit_code(plan: Plan, rows: Sequence[Row], failures: Sequence[str], received
 def measure(sweep: Sweep, merged: Merged, description: Description, retry: list[str], signals: Signals) -> int:
     """Runs the sweep and reports; returns the exit code."""
     screen = Screen()
-    here = sweep.launch == [] or "cluster=local" in sweep.launch
+    here = runs_here(sweep)
+    if here:
+        jobs.ensure_files(sweep.results, sweep.name, description)
     plan = make_plan(sweep, merged, description, retry, new_run_id(sweep.name), here)
     if retry:
         plan = keep_retried(plan, description)
@@ -554,6 +580,8 @@ def measure(sweep: Sweep, merged: Merged, description: Description, retry: list[
         f"{sweep.name}: {counted(len(plan.points))} on {description.device.name} ({description.device.gpu}), "
         f"run {plan.run_id}"
     )
+    if max(map(flops_of, plan.points), default=0) > most_flops(sweep):
+        screen.say(FOR_GPU)
     follower = Follower(plan, sweep, screen)
     follower.start()
     failures: list[str] = []
@@ -575,13 +603,16 @@ def _close(sweep: Sweep, plan: Plan, merged: Merged, follower: Follower, failure
         print_table(screen.console, rows, follower.leaves)
     for note in merged.notes():
         screen.say(note)
-    for fault in dict.fromkeys(fault for report in follower.reports.values() for fault in report.faults):
-        screen.say(f"skipped a line that is no row: {fault}")
+    for line in dict.fromkeys(line for report in follower.reports.values() for line in report.faults):
+        screen.say(f"skipped a line that is no row: {line}")
     for failure in failures:
         screen.say(f"a job failed: {failure}")
     missing = len(plan.points) - len(rows)
     counts = count_statuses(rows) or "no rows"
     screen.say(f"{counted(len(plan.points))}: {counts}" + (f", {missing} without a row" if missing else ""))
+    fault = next((row for row in follower.fresh.values() if row.status not in EXPECTED), None)
+    if plan.fail_fast and missing and fault is not None and signals.received is None:
+        screen.say(f"fail_fast=true stopped the sweep here: {line_of(fault, follower.leaves)}")
     if follower.fresh:
         screen.say(f"measured now: {len(follower.fresh)}; rows of earlier runs: {len(rows) - len(follower.fresh)}")
     elif signals.received is None and not missing:
@@ -592,8 +623,9 @@ def _close(sweep: Sweep, plan: Plan, merged: Merged, follower: Follower, failure
         figures, why = draw(sweep, rows[0].gpu)
         if why:
             screen.say(f"warning: no figure ({why})")
+    code = exit_code(plan, rows, failures, signals.received)
     if tracker is not None:
-        tracker.finish(rows, figures)
+        tracker.finish(rows, figures, code)
     for path in sorted({report.rows for report in follower.reports.values()}):
         screen.say(f"rows    {path}")
     for path in figures:
@@ -603,7 +635,7 @@ def _close(sweep: Sweep, plan: Plan, merged: Merged, follower: Follower, failure
     if signals.received is not None:
         name = signal.Signals(signals.received).name
         screen.say(f"interrupted by {name}; rows are kept, the same command goes on from here")
-    return exit_code(plan, rows, failures, signals.received)
+    return code
 
 
 class _logged:
@@ -620,13 +652,15 @@ class _logged:
         jobs.log.removeHandler(self._handler)
 
 
-def list_experiments(screen: Screen) -> None:
-    """One line per experiment: name, points, what it shows."""
-    names = config.experiments()
-    width = max(map(len, names))
-    for name in names:
-        sweep = config.load([f"sweeps={name}"])
-        screen.say(f"{name:<{width}}  {len(sweep.points):>4} points  {sweep.control.about}")
+def list_experiments(screen: Screen, overrides: list[str]) -> None:
+    """One line per experiment, or for the one of `sweeps=`: name, points under these overrides, what it shows."""
+    if any(line.startswith("sweeps=") for line in overrides):
+        sweeps = [config.load(overrides)]
+    else:
+        sweeps = [config.load([f"sweeps={name}", *overrides]) for name in config.experiments()]
+    width = max(len(sweep.name) for sweep in sweeps)
+    for sweep in sweeps:
+        screen.say(f"{sweep.name:<{width}}  {len(sweep.points):>4} points  {sweep.control.about}")
     screen.say(
         "(implementations share the points that differ only in knobs they do not take, so fewer may be measured)"
     )
@@ -653,15 +687,19 @@ def dry_run(sweep: Sweep, merged: Merged, description: Description, retry: list[
     rows, faults = record.read_rows(record.rows_path(sweep.results, sweep.name, description.device.gpu))
     held = record.newest(rows)
     known = seconds_per_point(rows)
-    usual = sweep.control.measure.estimate_s
+    usual, limit = sweep.control.measure.estimate_s, sweep.control.measure.timeout_s
     leaves = [leaf for leaf in varying(plan.points) if leaf not in ("dtype", "routing.distribution")]
     total = 0.0
     count = 0
+    large = False
+    most = most_flops(sweep)
     for key, point in zip(jobs.keys_of(plan.points, description), plan.points, strict=True):
         row = held.get(key)
         info = jobs.info_of(point, description)
         mine = jobs.wanted(row, info, plan.resume, retry)
         seconds = known.get(point.impl, usual) if info.available else 0.0
+        if mine and info.available and flops_of(point) > most:
+            seconds, large = limit, True
         state = f"about {seconds:.1f} s" if mine else f"has a row ({row.status})" if row else "left out by --retry"
         total += seconds if mine else 0.0
         count += mine
@@ -674,6 +712,9 @@ def dry_run(sweep: Sweep, merged: Merged, description: Description, retry: list[
     for fault in faults:
         screen.say(f"skipped a line that is no row: {fault}")
     source = "the times of earlier rows" if known else f"measure.estimate_s={usual:g}"
+    if large:
+        screen.say(FOR_GPU)
+        source += f" and measure.timeout_s={limit:g}"
     screen.say(
         f"{counted(len(plan.points))}, {count} to measure: about {duration(total)} by {source}, "
         "without the start of the children"
@@ -725,7 +766,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Signals() as signals:
         try:
             if options.list:
-                list_experiments(Screen())
+                list_experiments(Screen(), options.overrides)
                 return 0
             if options.cfg:
                 print(OmegaConf.to_yaml(config.compose_config(options.overrides)), end="")

@@ -87,8 +87,11 @@ class Tracker:
         """One step of the implementation's run, which the first row opens. A row is logged once."""
         self._guarded(lambda: self._log(row))
 
-    def finish(self, rows: Sequence[Row], figures: Sequence[Path]) -> None:
-        """Logs what is missing of `rows`, a table of each implementation's rows and the PNG figures; ends the runs."""
+    def finish(self, rows: Sequence[Row], figures: Sequence[Path], exit_code: int = 0) -> None:
+        """Logs what is missing of `rows`, a table of each implementation's rows and the PNG figures; ends the runs.
+
+        With an `exit_code` of the sweep other than 0, wandb shows them as failed.
+        """
 
         def closing() -> None:
             images = [path for path in figures if path.suffix.lower() == ".png" and path.is_file()]
@@ -100,7 +103,7 @@ class Tracker:
                     self._log_closing(run, mine, images)
 
         self._guarded(closing)
-        self._close(exit_code=0)
+        self._close(exit_code)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Does nothing when off; an exception becomes one warning and switches the mirror off."""

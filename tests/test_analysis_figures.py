@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.colors
@@ -12,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import common, figures, load, report
-from sonic.record import Knobs
+from sonic.record import Knobs, Method, TileSpec
 from sonic.shapes import Shape
 from tests import analysis_rows
 from tests.analysis_rows import H200, measured, unmeasured, write
@@ -124,15 +129,62 @@ def test_a_cpu_figure_says_that_it_is_no_gpu_speed(results: Path) -> None:
     assert "not GPU speed" not in texts_of(figures.build("quick", results).figure)
 
 
-def test_saving_is_deterministic_and_keeps_cpu_figures_apart(results: Path, tmp_path: Path) -> None:
+def test_saving_is_deterministic(results: Path, tmp_path: Path) -> None:
     first = figures.save(figures.build("smoke", results), tmp_path / "a")
     second = figures.save(figures.build("smoke", results), tmp_path / "b")
     assert [path.relative_to(tmp_path / "a").as_posix() for path in first] == [
-        "cpu/smoke_overview.pdf",
-        "cpu/smoke_overview.png",
+        "smoke_overview.pdf",
+        "smoke_overview.png",
     ]
     digests = [[hashlib.sha256(path.read_bytes()).hexdigest() for path in paths] for paths in (first, second)]
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "files"),
+    [
+        (H200, [], ["tile_sizes"]),
+        (H200, ["--clock", "device", "--method", "1"], ["tile_sizes"]),
+        (H200, ["--clock", "event"], ["tile_sizes_event"]),
+        ("nvidia-h100", [], ["nvidia-h100/tile_sizes"]),
+        ("nvidia-h100", ["--clock", "event"], ["nvidia-h100/tile_sizes_event"]),
+        ("cpu", [], ["cpu/tile_sizes"]),
+        ("cpu", ["--clock", "graph"], ["cpu/tile_sizes"]),  # a CPU has the wall clock alone
+    ],
+)
+def test_only_the_default_of_the_home_card_goes_to_its_committed_place(
+    tmp_path: Path, gpu: str, options: list[str], files: list[str]
+) -> None:
+    tile = TileSpec(m=64, n=64, k=32, stages=3)
+    # Another card's device times must not make the default clock of one that has none.
+    h200 = measured(SHAPE, sweep="tile", op="up_proj", tile=tile)
+    others = [
+        h200,
+        *(measured(SHAPE, gpu=slug, sweep="tile", op="up_proj", tile=tile) for slug in ("nvidia-h100", "cpu")),
+    ]
+    write(tmp_path, others)
+    assert figures.main(["tile", "--results", str(tmp_path), "--gpu", gpu, *options]) == 0
+    drawn = sorted(path.relative_to(tmp_path / "figures").as_posix() for path in tmp_path.rglob("*.png"))
+    assert drawn == [f"{name}.png" for name in files]
+    elsewhere = tmp_path / "elsewhere"
+    assert figures.main(["tile", "--results", str(tmp_path), "--gpu", gpu, "--out", str(elsewhere), *options]) == 0
+    assert sorted(path.name for path in elsewhere.glob("*.png")) == [f"{Path(name).name}.png" for name in files]
+
+
+def test_a_card_without_device_times_has_the_event_time_as_its_default(tmp_path: Path) -> None:
+    tile = TileSpec(m=64, n=64, k=32, stages=3)
+    for gpu, changes in ((H200, {}), ("nvidia-h100", {"device_us": None})):
+        write(tmp_path, [measured(SHAPE, gpu=gpu, sweep="tile", op="up_proj", tile=tile, **changes)])
+    assert figures.build("tile", tmp_path, "nvidia-h100").stem == "tile_sizes"
+
+
+def test_an_older_method_is_named_in_the_stem(tmp_path: Path) -> None:
+    tile = TileSpec(m=64, n=64, k=32, stages=3)
+    newer = Method(version=2, timer="cuda", l2="cold", warmup=1, samples=3)
+    for changes in ({}, {"method": newer, "key": "newer", "time": "2026-02-02T00:00:00+00:00"}):
+        write(tmp_path, [measured(SHAPE, sweep="tile", op="up_proj", tile=tile, **changes)])
+    stems = [figures.build("tile", tmp_path, method=method).stem for method in (None, 1, 2)]
+    assert stems == ["tile_sizes", "tile_sizes_method1", "tile_sizes"]
 
 
 def test_crossing_another_axis_adds_series() -> None:
@@ -165,6 +217,35 @@ def test_notes_of_rows_and_throttling_stand_below(tmp_path: Path) -> None:
     text = texts_of(figures.build("fig1", tmp_path).figure)
     assert "sonic: its tuner was cut to 4 tiles" in text
     assert "1 of 2 rows were taken while the card throttled" in text
+
+
+@pytest.mark.parametrize("figure_id", ["fig1", "sparsity", "quick"])
+def test_notes_count_the_rows_of_both_passes(tmp_path: Path, figure_id: str) -> None:
+    fast = {"device_us": [1000.0] * 3, "event_us": [900.0] * 3}
+    near = {"device_us": [1000.0] * 3, "event_us": [980.0] * 3}
+    sweep = figures.module_of(figure_id).SWEEP
+    rows = [
+        measured(SHAPE, sweep=sweep, **near),
+        measured(SHAPE, sweep=sweep, mode="fwd_bwd", throttled=True, **fast),
+        measured(SHAPE, "scattermoe", sweep=sweep, throttled=True),
+        measured(SHAPE, "scattermoe", sweep=sweep, mode="fwd_bwd", throttled=True),
+        unmeasured(SHAPE, "oom", impl="torch_loop", sweep=sweep),
+    ]
+    write(tmp_path, rows)
+    text = " ".join(texts_of(figures.build(figure_id, tmp_path).figure).split())
+    assert "3 of 4 rows were taken while the card throttled." in text
+    assert "Busy time above event time in 1 of 4 rows, by up to 11%: the clocks differed between the passes." in text
+
+
+def test_no_note_on_clocks_where_busy_time_is_within_event_time(results: Path) -> None:
+    for figure_id in ("fig1", "smoke"):
+        assert "Busy time" not in texts_of(figures.build(figure_id, results).figure)
+
+
+def test_sparsity_of_both_passes_alone_draws_nothing(tmp_path: Path) -> None:
+    write(tmp_path, [measured(SHAPE, sweep="sparsity", mode="fwd_bwd")])
+    with pytest.raises(figures.NotDrawn, match="no measured row"):
+        figures.build("sparsity", tmp_path)
 
 
 def test_colours_are_one_per_implementation() -> None:
@@ -228,6 +309,49 @@ def test_command_line_refusals(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["no folder can be made there", "a file"])
+@pytest.mark.parametrize("main", [figures.main, report.main], ids=["figures", "report"])
+def test_an_unwritable_out_is_refused_first(
+    results: Path, tmp_path: Path, kind: str, main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" if kind == "a file" else tmp_path / "file" / "x"
+    if main is report.main:
+        out = tmp_path if kind == "a file" else out / "page.html"
+    with pytest.raises(SystemExit) as stop:
+        main(["--results", str(results), "--out", str(out)])
+    assert stop.value.code == 2
+    found = capsys.readouterr()
+    must = "a file that can be written" if main is report.main else "a folder in which files can be written"
+    assert f"error: --out must be {must}, and {out} is none: " in found.err.splitlines()[-1]
+    assert not found.out
+
+
+def test_a_figure_that_cannot_be_saved_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, analysis_rows.tiles())
+    (tmp_path / "figures" / "tile_sizes.pdf").mkdir(parents=True)
+    assert figures.main(["tile", "--results", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tile: --out must be a folder in which files can be written, and {tmp_path / 'figures'} is")
+
+
+@pytest.mark.parametrize("module", ["analysis", "analysis.report"])
+def test_a_reader_who_leaves_early_stops_nothing(tmp_path: Path, module: str) -> None:
+    write(tmp_path, [*analysis_rows.overview("quick", H200), *analysis_rows.tiles()])
+    read, written = os.pipe()
+    os.close(read)
+    out = tmp_path / ("out" if module == "analysis" else "page.html")
+    command = [sys.executable, "-m", module, "--results", str(tmp_path), "--out", str(out)]
+    clone = Path(figures.__file__).resolve().parents[1]
+    done = subprocess.run(command, cwd=clone, stdout=written, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(written)
+    assert (done.returncode, done.stderr) == (0, "")
+    if module == "analysis":
+        assert sorted(path.name for path in out.glob("*.png")) == ["quick_overview.png", "tile_sizes.png"]
+    else:
+        assert out.read_text().endswith("</html>\n")
+
+
 def test_a_figure_file_runs_on_its_own(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = figures.module_of("tile").__file__
     assert figures.file_main(file, ["--results", str(results), "--out", str(tmp_path)]) == 0
@@ -252,6 +376,14 @@ def test_report_is_one_page_without_outside_references(
     assert text.count("data:image/png;base64,") == len(IDS)
     assert 'src="http' not in text and 'href="http' not in text
     assert "NVIDIA H200" in text and "crashed" in text and "Rows that must not be" in text
+
+
+def test_report_marks_code_and_paragraphs_in_claims(results: Path) -> None:
+    drawn = replace(figures.build("fig1", results), claim="The `a` of\nx < y.\n\nMirrors `b`.")
+    text = report._figure(drawn)
+    assert '<p class="claim">The <code>a</code> of\nx &lt; y.</p>' in text
+    assert '<p class="claim">Mirrors <code>b</code>.</p>' in text
+    assert "pre-line" not in report._PAGE
 
 
 def test_report_of_no_rows(tmp_path: Path) -> None:

@@ -216,3 +216,10 @@ def test_analysis_imports_no_torch() -> None:
         "assert not {'torch', 'triton', 'hydra', 'wandb'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=load.RESULTS.parent)
+
+
+def test_a_pooled_point_is_throttled_when_one_seed_was() -> None:
+    shape = Shape(T=64, d=64, n=16, E=8, K=2)
+    rows = [measured(shape, seed=seed, throttled=seed == 1) for seed in range(3)]
+    (line,) = load.pool_seeds(load.tidy(rows)).itertuples()
+    assert line.throttled is True

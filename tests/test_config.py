@@ -228,6 +228,11 @@ def test_launchers_get_their_overrides_again() -> None:
         (["sweeps=custom", "shape.rho=1/8", "shape.E=8"], ["shape.rho=1/8", "shape.E=8", "both set shape.E"]),
         (["sweeps=custom", "shape={n:8,K:2}", "shape.n=8"], ["shape={n:8,K:2} (command line) and shape.n=8"]),
         (["sweeps=custom", "shape={n:8,G:2}"], ["both set shape.n"]),
+        (
+            ["sweeps=custom", "shape=n:8", "shape=K:2"],
+            ["shape=n:8 and shape=K:2", "the shell split the braces: quote it"],
+        ),
+        (["sweeps=custom", "shape={n:8,d:2097152}"], ["shape.d is 2097152; at most 1048576"]),
         (["sweeps=custom", "tile={m:64}", "tile.m=64"], ["both set tile.m"]),
         (["sweeps=granularity", "shape.G=4"], ["shape=1.4b,7b,30b,120b (sweeps/granularity.yaml) and shape.G=4"]),
         (["~seed"], ["sweeps no 'seed'"]),
@@ -255,7 +260,7 @@ def test_a_launcher_that_is_not_installed_is_named() -> None:
     pytest.importorskip("hydra")
     if "joblib" in _launchers():
         pytest.skip("the joblib launcher is installed")
-    assert "pip install -e .[cluster]" in refused("cluster=joblib")
+    assert 'pip install -e ".[cluster]"' in refused("cluster=joblib")
 
 
 def _launchers() -> list[str]:

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import jupytext
 import nbformat
+import pandas as pd
 import pytest
 from nbclient import NotebookClient
 
+from analysis import load, paper
+from sonic.record import TileSpec
 from tests import analysis_rows
+from tests.analysis_rows import measured
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 PAIRS = sorted(path.stem for path in NOTEBOOKS.glob("*.py"))
@@ -25,6 +29,26 @@ def test_pair_is_in_step_and_stripped(stem: str) -> None:
     assert cells(stored) == cells(jupytext.read(NOTEBOOKS / f"{stem}.py")), f"run: jupytext --sync notebooks/{stem}.py"
     for cell in stored.cells:
         assert cell.cell_type == "markdown" or (not cell.outputs and cell.execution_count is None)
+
+
+def test_tour_compares_within_one_sweep() -> None:
+    """A second sweep with a slower `sonic` leaves the ratios of the granularity sweep as they are."""
+    source = (NOTEBOOKS / "tour.py").read_text()
+    (cell,) = (cell.source for cell in jupytext.reads(source, "py:percent").cells if "fastest =" in cell.source)
+    shape = paper.shape("7B", 256)
+    rows = [
+        measured(shape, "sonic", us=1000.0, sweep="granularity", held_bytes=1 << 30),
+        measured(shape, "scattermoe", us=2000.0, sweep="granularity", held_bytes=3 << 30),
+        # Slower with less memory: no part of what the fastest setting takes.
+        measured(shape, "scattermoe", us=2500.0, sweep="granularity", held_bytes=1 << 30, tile=TileSpec(m=64)),
+        measured(shape, "scattermoe", us=500.0, sweep="quick", held_bytes=1 << 30),
+        measured(shape, "sonic", us=800.0, sweep="quick", held_bytes=1 << 30),
+    ]
+    shown = []
+    exec(cell, {"rows": load.tidy(rows), "pd": pd, "display": shown.append})
+    (table,) = shown
+    assert len(table) == 1
+    assert table["ms", "scattermoe"].item() == 2 and table["held_gib", "scattermoe"].item() == 3
 
 
 @pytest.mark.slow

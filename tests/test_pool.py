@@ -182,3 +182,30 @@ def test_a_device_is_measured_on_by_one(tmp_path: Path, monkeypatch: pytest.Monk
     first.release()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_who_waits_for_a_device_gets_it_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(pool, "POLL_S", 0.01)
+    order: list[str] = []
+
+    def points(name: str, first: threading.Event | None = None) -> None:
+        lock = pool.device_lock("GPU-1")
+        for _ in range(6):
+            pool.acquire(lock, lambda: None)
+            order.append(name)
+            if first is not None:
+                first.set()
+            time.sleep(0.05)
+            lock.release()
+
+    began = threading.Event()
+    threads = [threading.Thread(target=points, args=("a", began)), threading.Thread(target=points, args=("b",))]
+    threads[0].start()
+    began.wait(10)
+    threads[1].start()
+    for thread in threads:
+        thread.join(20)
+    assert len(order) == 12
+    assert order.index("b") <= 3
+    assert "bbb" not in "".join(order[:9]) and "aaaa" not in "".join(order)

@@ -23,6 +23,7 @@ from sonic.record import (
     append_row,
     default_results,
     effective,
+    ensure_appendable,
     ensure_writable,
     newest,
     now,
@@ -62,8 +63,21 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         read_rows(tmp_path)
 
 
+def test_appending_is_tried_without_writing(tmp_path: Path) -> None:
+    path = tmp_path / "smoke" / "cpu.jsonl"
+    ensure_appendable(path)
+    assert list(path.parent.iterdir()) == []
+    append_row(path, make_row())
+    before = path.read_bytes()
+    ensure_appendable(path)
+    assert path.read_bytes() == before
+    for bad, why in ((path.parent, "Is a directory"), (path / "cpu.jsonl", "Not a directory")):
+        with pytest.raises(RecordError, match=rf"{bad}: cannot write the file \({why}\)"):
+            ensure_appendable(bad)
+
+
 BAD_LINES = {
-    "half_written": (b'{"schema":1,"key":"ab', "not JSON"),
+    "half_written": (b'{"schema":1,"key":"ab', "not JSON (Unterminated string starting at column 19)"),
     "wrong_byte": (b'{"schema":1,"key":"\xff"}', "byte 0xff at column 20 is not UTF-8"),
     "not_an_object": (b"[1, 2]", "the line is [1, 2]"),
     "two_rows_in_one": (make_row().line().encode() * 2, "not JSON (Extra data"),

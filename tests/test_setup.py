@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -31,7 +30,10 @@ def blocks(language: str) -> list[str]:
 def sweep_lines() -> list[list[str]]:
     """The overrides of every `python -m sonic.sweep` line that the README shows as it is to be typed."""
     lines = [line for block in blocks("sh") for line in block.splitlines() if "sonic.sweep" in line]
-    return [shlex.split(line, comments=True)[3:] for line in lines]
+    shown = [line.replace("python", "printf '%s\\0'", 1) for line in lines]
+    # by bash, which splits braces that are not quoted
+    typed = [subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout for line in shown]
+    return [line.split("\0")[2:-1] for line in typed]
 
 
 def test_constraints_pin_what_the_project_asks_for() -> None:

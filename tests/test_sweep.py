@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from sonic import pool, record, sweep
+from sonic import config, pool, record, sweep
 from sonic.record import Row
+from tests.rows import make_row
 
 ROOT = Path(__file__).parents[1]
 FAKE = f"{sys.executable} -S -E {Path(__file__).with_name('fake_worker.py')}"
@@ -158,6 +159,8 @@ def test_fail_fast_stops_after_the_first_fault(command: Command) -> None:
     assert command(*TINY, "impl=torch_loop", "routing.seed=8,1,0", "fail_fast=true") == 1
     assert [row.status for row in command.rows()] == ["out_of_resources", "failed"]
     assert "1 without a row" in command.out
+    (line,) = [line for line in command.out.splitlines() if line.startswith("fail_fast=true stopped the sweep")]
+    assert "torch_loop" in line and "routing.seed=1" in line and "failed  ValueError: no luck" in line
 
 
 def test_unavailable_needs_no_child(command: Command) -> None:
@@ -226,6 +229,42 @@ def test_dry_run_tells_points_and_time(command: Command) -> None:
     assert "4 points, 0 to measure" in command.out
 
 
+def test_list_takes_overrides_and_refuses_what_a_sweep_would(command: Command) -> None:
+    assert command("--list", "sweeps=typo") == 2
+    assert "sweeps is 'typo'; allowed:" in command.err
+    assert command("--list", "sweeps=custom", "seed=1,2,3") == 0
+    first, _ = command.out.splitlines()
+    assert first.split()[:3] == ["custom", "3", "points"]
+
+
+def test_shapes_for_a_gpu_are_named_where_kernels_are_interpreted(command: Command) -> None:
+    tiny = config.load(["sweeps=custom", "shape=tiny"]).points[0]
+    assert sweep.MOST_INTERPRETED == pytest.approx(100 * sweep.flops_of(tiny), rel=0.2)
+    large = ["sweeps=custom", "wandb=off", "measure=smoke", "impl=sonic,scattermoe", "shape=7b_n256", "shape.T=2048"]
+    assert command(*large, "--dry-run") == 0
+    assert "these shapes are for a GPU: Triton's interpreter needs hours; shape=tiny fits" in command.out
+    assert "2 points, 2 to measure: about 2 min by measure.estimate_s=1 and measure.timeout_s=120" in command.out
+    assert command(*large) == 0
+    assert command.out.splitlines()[1].startswith("warning: these shapes are for a GPU")
+    assert command(*TINY, "impl=sonic") == 0
+    assert "for a GPU" not in command.out
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "tile 256x256x128 with 5 stages needs 655360 bytes of shared memory, limit 232448",
+        "out of resource: shared memory of tile 256x256x128 with 5 stages, Required: 655360, Hardware limit: 232448. "
+        "Reducing block sizes or `num_stages` may help.",
+    ],
+)
+def test_the_table_shows_what_a_tile_needs_and_the_limit(reason: str) -> None:
+    row = make_row(status="out_of_resources", event_us=None, reason=reason)
+    *_, (name, _, (text,)) = sweep.columns_of([row], [])
+    assert name == "reason" and "655360" in text and "imit" in text and "232448" in text and "..." not in text
+    assert "Required" not in reason or "Required: 655360" in text
+
+
 def test_cfg_prints_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep.main(["--cfg", "measure=publish"]) == 0
     assert "timeout_s: 900" in capsys.readouterr().out
@@ -255,6 +294,54 @@ def test_an_unwritable_results_folder_is_named(command: Command, tmp_path: Path)
     (tmp_path / "results").write_text("a file")
     assert command(*TINY) == 2
     assert f"results is '{tmp_path / 'results'}'" in command.err
+
+
+@pytest.mark.parametrize("name", ["custom/cpu.jsonl", "env-cpu.jsonl"])
+def test_files_that_cannot_be_written_are_refused_before_anything_runs(command: Command, name: str) -> None:
+    (command.results / name).mkdir(parents=True)
+    assert command(*TINY, "impl=sonic") == 2
+    assert command.err == (
+        f"error: {command.results / name}: cannot write the file (Is a directory); "
+        "it and its folder must be readable and writable\n"
+    )
+    assert command.log.read_text() == ""
+
+
+def test_a_job_elsewhere_refuses_them_too(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "runs_here", lambda _: False)
+    (command.results / "env-cpu.jsonl").mkdir(parents=True)
+    assert command(*TINY, "impl=sonic") == 1
+    assert f"a job failed: {command.results / 'env-cpu.jsonl'}: cannot write the file" in command.out
+    assert command.err == ""
+    assert command.log.read_text() == ""
+
+
+def test_an_unwritable_state_folder_is_one_line(command: Command) -> None:
+    command.results.mkdir()
+    (command.results / ".sonic").write_text("a file")
+    assert command(*TINY, "impl=sonic") == 2
+    assert len(command.err.splitlines()) == 1
+    assert f"{command.results / '.sonic'}/runs" in command.err and "the folder .sonic must be writable" in command.err
+    assert command.log.read_text() == ""
+
+
+def test_wandb_learns_how_the_sweep_ended(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+
+    class Quiet:
+        places: dict[str, str] = {}
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def log(self, row: Row) -> None: ...
+
+        def finish(self, rows: list[Row], figures: list[Path], code: int) -> None:
+            codes.append(code)
+
+    monkeypatch.setattr(sweep, "Tracker", Quiet)
+    for seed in (0, 1):
+        command(*TINY, "impl=torch_loop", f"routing.seed={seed}")
+    assert codes == [0, 1]
 
 
 def test_a_worker_that_cannot_describe_ends_the_command(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

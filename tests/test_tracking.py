@@ -266,3 +266,12 @@ def test_history_prefers_device_time_and_keeps_every_clock() -> None:
     assert (item["ms"], item["ms_from"], item["event_ms"], item["graph_ms"]) == (0.055, "device_us", 0.11, 0.04)
     assert item["throttled"] == 0 and "span_ms" not in item
     assert set(CHARTED) - {"peak_gib"} <= set(item) and None not in item.values()
+
+
+@pytest.mark.parametrize("code", [0, 1, 130])
+def test_a_failed_sweep_does_not_look_finished(tmp_path: Path, wandb: SimpleNamespace, code: int) -> None:
+    wandb.Table = lambda **_contents: None
+    with make_tracker(tmp_path) as tracker:
+        tracker.log(make_row())
+        tracker.finish([make_row()], [], exit_code=code)
+    assert wandb.runs[0].exit_code == code

@@ -20,6 +20,8 @@ from sonic.record import Point
 from sonic.routers import plain_router
 
 ROW_BYTES = 16
+#: torch 2.11 refuses this many groups ("Can't process more than 1024 groups", seen at 1024).
+MOST_EXPERTS = 1024
 
 
 class _Gather(torch.autograd.Function):
@@ -90,6 +92,8 @@ class Impl(Adapter):
             return reason
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
             return f"compute capability is {torch.cuda.get_device_capability(device)}; grouped_mm needs (8, 0) or newer"
+        if device.type == "cuda" and point.shape.E >= MOST_EXPERTS:
+            return f"shape.E is {point.shape.E}; grouped_mm takes fewer than {MOST_EXPERTS} groups on CUDA"
         itemsize = DTYPES[point.dtype].itemsize
         for name in ("d", "n"):
             size = getattr(point.shape, name)

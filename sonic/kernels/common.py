@@ -91,13 +91,18 @@ class Cost:
         return self.bytes + sum(self.gathered.values()) - sum(self.tensors[name] for name in self.gathered)
 
 
+class TileTooLarge(OutOfResources):
+    """A tile that no launch was needed to refuse; `name` says which."""
+
+    def __str__(self) -> str:
+        return f"{self.name} needs {self.required} bytes of shared memory, limit {self.limit}"
+
+
 def check_fits(tile: Tile, itemsize: int) -> None:
-    """Raise OutOfResources when the ring of operand blocks alone exceeds Hopper's shared memory."""
+    """Raise TileTooLarge when the ring of operand blocks alone exceeds Hopper's shared memory."""
     need = tile.stages * (tile.m + tile.n) * tile.k * itemsize
     if need > SMEM_LIMIT:
-        raise OutOfResources(
-            need, SMEM_LIMIT, f"shared memory of tile {tile.m}x{tile.n}x{tile.k} with {tile.stages} stages"
-        )
+        raise TileTooLarge(need, SMEM_LIMIT, f"tile {tile.m}x{tile.n}x{tile.k} with {tile.stages} stages")
 
 
 def capped(tiles: list[Tile], n: int) -> list[Tile]:
