@@ -289,7 +289,7 @@ class Pool:
             outcome = worker.receive(Outcome, timeout_s * (2 if first else 1))
         except WorkerFault as fault:
             outcome = Outcome(status=fault.status, reason=fault.reason)
-        if outcome.status in REPLACE_AFTER:
+        if settings.fresh or outcome.status in REPLACE_AFTER:
             self._drop(point.impl)
         return outcome
 

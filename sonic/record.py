@@ -141,6 +141,8 @@ class Settings(Strict):
 
     warmup_ms of calls before `samples` timed ones; `graph` adds CUDA-graph replay, `profile` the times per kernel; `l2`
     says whether the cache is flushed between samples; `tune` picks committed tiles, a search, or each kernel's default.
+    `fresh` measures every point in a child of its own: the profiler may stay attached to a process after its first use,
+    which lengthens every later launch and so `enqueue_us`.
     """
 
     warmup_ms: float = Field(default=25.0, ge=0)
@@ -149,6 +151,7 @@ class Settings(Strict):
     l2: Literal["cold", "warm"] = "cold"
     profile: bool = True
     tune: Literal["cached", "full", "off"] = "cached"
+    fresh: bool = False
 
 
 class Method(Strict):

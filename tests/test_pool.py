@@ -82,6 +82,13 @@ def test_a_child_serves_many_points_of_one_implementation(tmp_path: Path, log: P
     assert "interpret=1" in log.read_text()
 
 
+def test_fresh_gives_every_point_its_own_child(tmp_path: Path, log: Path) -> None:
+    with children(tmp_path) as pool_:
+        for _ in range(3):
+            assert pool_.measure(point(), Settings(fresh=True), 20).status == "ok"
+    assert len(started(log)) == 3
+
+
 def test_out_of_memory_gets_a_fresh_child(tmp_path: Path, log: Path) -> None:
     with children(tmp_path) as pool_:
         assert pool_.measure(point(T=4096), Settings(), 20).status == "oom"
