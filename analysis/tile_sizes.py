@@ -16,24 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from analysis import common, figures, load, paper
+from sonic.record import OPS
 
 SWEEP = "tile"
 TITLE = "Model TFLOP/s by tile size"
 
 _TILE = ["tile_m", "tile_n", "tile_k", "tile_stages", "tile_warps"]
-_OPS = [
-    "layer",
-    "experts",
-    "router_topk",
-    "metadata",
-    "up_proj",
-    "down_proj",
-    "aggregate",
-    "d_act",
-    "d_input",
-    "weight_grad_1",
-    "weight_grad_2",
-]
 
 
 def select(rows: pd.DataFrame) -> pd.DataFrame:
@@ -57,7 +45,7 @@ def _size(T: int, d: int, n: int, E: int, K: int) -> str:
 
 def draw(figure: Figure, data: pd.DataFrame) -> None:
     """A row of panels per shape, a column per kernel; the colour runs from the panel's slowest to its fastest tile."""
-    kernels = sorted(data.panel.unique(), key=lambda name: (_OPS.index(name.split()[0]), name))
+    kernels = sorted(data.panel.unique(), key=lambda name: (OPS.index(name.split()[0]), name))
     sizes = list(data.sort_values(["d", "n"])["size"].unique())
     rows, columns = _labels(data, ["tile_m", "tile_n"]), _labels(data, ["tile_k", "tile_stages", "tile_warps"])
     size = (max(1.6, 0.44 * len(columns)), max(1.0, 0.3 * len(rows)))

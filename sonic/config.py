@@ -35,6 +35,7 @@ from pydantic import BaseModel, Field, ValidationError
 from sonic import impls
 from sonic.record import KERNEL_OPS, Point, Settings, Strict, default_results
 from sonic.shapes import Shape
+from sonic.shapes import gpu_slug as slug_of
 
 #: A sweep with more points than this is taken for a slip of the keyboard.
 MOST_POINTS = 20_000
@@ -193,7 +194,7 @@ def visible_gpus() -> list[tuple[str, str]]:
 def gpu_slug() -> str:
     """`cpu`, or the name of the first visible card in lower case with `-` for the rest: `nvidia-h200`."""
     cards = visible_gpus()
-    return re.sub(r"[^a-z0-9]+", "-", cards[0][1].lower()).strip("-") if cards else "cpu"
+    return slug_of(cards[0][1]) if cards else "cpu"
 
 
 def default_experiment() -> str:

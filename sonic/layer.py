@@ -29,6 +29,7 @@ from sonic.kernels import router_topk as _router_topk
 from sonic.kernels import up_proj as _up_proj
 from sonic.kernels import weight_grad as _weight_grad
 from sonic.kernels.common import INTERPRET, Tile
+from sonic.kernels.grouped_gemm import Into
 from sonic.shapes import MAX_E, MAX_K, Shape
 
 Family = Literal["auto", "triton", "torch"]
@@ -68,6 +69,8 @@ def _family(suffix: str) -> Steps:
     return Steps(**{name: known[name + suffix] for name in Steps.__dataclass_fields__})
 
 
+_INTO: dict[str, Into] = {"gather_sum": "rows", "scatter_sum": "slots", "atomic": "tokens"}
+
 FAMILIES = {"triton": _family(""), "torch": _family("_torch")}
 
 
@@ -85,13 +88,13 @@ class Choices:
     encoded: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        allowed = {name: get_args(kind) for name, kind in get_type_hints(Choices).items() if get_args(kind)}
-        allowed["family"] = tuple(FAMILIES)
-        for name in ("family", "w1_layout", "gather", "activation", "aggregate"):
-            value = getattr(self, name)
+        kinds = get_type_hints(Choices)
+        allowed = {"family": tuple(FAMILIES)}
+        allowed |= {name: get_args(kinds[name]) for name in ("w1_layout", "gather", "activation", "aggregate")}
+        plain = {name: getattr(self, name) for name in allowed}
+        for name, value in plain.items():
             if value not in allowed[name]:
                 raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed[name])}")
-        plain = {name: getattr(self, name) for name in ("family", "w1_layout", "gather", "activation", "aggregate")}
         plain["tiles"] = {name: asdict(tile) for name, tile in self.tiles.items()}
         object.__setattr__(self, "encoded", json.dumps(plain))
 
@@ -105,6 +108,11 @@ class Choices:
     @property
     def steps(self) -> Steps:
         return FAMILIES[self.family]
+
+    @property
+    def into(self) -> Into:
+        """Where a grouped GEMM leaves its result for this way to aggregate."""
+        return _INTO[self.aggregate]
 
     def tile(self, kernel: str) -> dict[str, Tile]:
         """Keyword argument of a kernel's launcher: the tile asked for, or nothing."""
@@ -185,6 +193,15 @@ def _rows_last(w: Tensor) -> Tensor:
     return w if w.stride(-1) == 1 else w.contiguous()
 
 
+def _summed(
+    y: Tensor, c: Choices, meta: _metadata.Metadata, scores: Tensor | None, K: int, dtype: torch.dtype
+) -> Tensor:
+    """(T, d) from what a grouped GEMM left behind: the sum over a token's rows, unless atomic addition has made it."""
+    if c.into == "tokens":
+        return y.to(dtype)
+    return c.steps.aggregate(y, meta.row_idx_R if c.into == "rows" else None, scores, meta.T, K)
+
+
 @_without_autocast
 def _forward(
     x: Tensor, router_w: Tensor | None, ids: Tensor | None, scores: Tensor | None, w1: Tensor, w2: Tensor,
@@ -196,7 +213,6 @@ def _forward(
     if router_w is not None:
         logits = F.linear(x.to(router_w.dtype), router_w)
         scores, ids = steps.router_topk(logits, K)
-    T = ids.shape[0]
     meta = steps.metadata(ids, w1.shape[0])
     x = _rows(x)
     fused = c.gather == "fused"
@@ -206,13 +222,8 @@ def _forward(
     else:
         h, _ = steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_act=False, **c.tile("up_proj"))
         a = steps.swiglu(h)
-    tile = c.tile("down_proj")
-    if c.aggregate == "gather_sum":
-        o = steps.aggregate(steps.down_proj(a, w2, meta, **tile), meta.row_idx_R, scores, T, K)
-    elif c.aggregate == "scatter_sum":
-        o = steps.aggregate(steps.down_proj(a, w2, meta, into="slots", **tile), None, scores, T, K)
-    else:
-        o = steps.down_proj(a, w2, meta, into="tokens", scores=scores, **tile).to(x.dtype)
+    y = steps.down_proj(a, w2, meta, into=c.into, scores=scores, **c.tile("down_proj"))
+    o = _summed(y, c, meta, scores, K, x.dtype)
     kept_ids = ids if router_w is not None else ids.new_empty(0)
     return o, Kept(h if keep else x.new_empty(0), kept_ids, scores, meta.row_idx_R, meta.offsets_E1)
 
@@ -248,14 +259,8 @@ def _backward(
         steps.weight_grad_2(do_rows, ap, dw2, meta, gather=fused, **c.tile("weight_grad_2"))
     del ap, do_rows  # not needed beside dXt, which is the largest
     if need_x:
-        tile = c.tile("d_input")
-        w1_view = c.w1_view(w1)
-        if c.aggregate == "gather_sum":
-            dx = steps.aggregate(steps.d_input(dh, w1_view, meta, **tile), kept.row_idx, None, T, K)
-        elif c.aggregate == "scatter_sum":
-            dx = steps.aggregate(steps.d_input(dh, w1_view, meta, into="slots", **tile), None, None, T, K)
-        else:
-            dx = steps.d_input(dh, w1_view, meta, into="tokens", **tile).to(x.dtype)
+        dxt = steps.d_input(dh, c.w1_view(w1), meta, into=c.into, **c.tile("d_input"))
+        dx = _summed(dxt, c, meta, None, K, x.dtype)
     if need_w1:
         dw1 = torch.empty(w1.shape, dtype=w1.dtype, device=w1.device)
         x_rows = x if fused else steps.gather_rows(x, meta.gather_idx_R)
@@ -269,6 +274,16 @@ def _backward(
             dx = dx.addmm_(dlogits, router_w) if dtype == dx.dtype else dx + (dlogits @ router_w).to(dx.dtype)
         drouting = dlogits.T @ x.to(dtype) if need_routing else None
     return [dx, drouting, dw1, dw2]
+
+
+def _input_grads(ctx, run: Callable) -> tuple[Tensor | None, ...]:  # noqa: ANN001
+    """Gradients in the order of the forward's inputs, of which run(kept, needs, x, router_w, w1, w2) gives four."""
+    x, router_w, w1, w2, *kept = ctx.saved_tensors
+    routed = router_w is not None
+    needs = [ctx.needs_input_grad[i] for i in (0, 1 if routed else 3, 4, 5)]
+    dx, drouting, dw1, dw2 = run(kept, needs, x, router_w, w1, w2)
+    drouter, dscores = (drouting, None) if routed else (None, drouting)
+    return dx, drouter, None, dscores, dw1, dw2, None, None, None
 
 
 class _Layer(torch.autograd.Function):
@@ -285,12 +300,10 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do):  # noqa: ANN001, ANN205
-        x, router_w, w1, w2, *kept = ctx.saved_tensors
-        routing = 1 if router_w is not None else 3
-        needs = [ctx.needs_input_grad[i] for i in (0, routing, 4, 5)]
-        dx, drouting, dw1, dw2 = _backward(do, x, router_w, w1, w2, Kept(*kept), ctx.choices, needs)
-        drouter, dscores = (drouting, None) if router_w is not None else (None, drouting)
-        return dx, drouter, None, dscores, dw1, dw2, None, None, None
+        def run(kept: Sequence[Tensor], needs: list[bool], *inputs: Tensor | None) -> list[Tensor | None]:
+            return _backward(do, *inputs, Kept(*kept), ctx.choices, needs)
+
+        return _input_grads(ctx, run)
 
 
 def _device_of(x: Tensor) -> AbstractContextManager:
@@ -350,12 +363,11 @@ def _keep_for_op(ctx, inputs, output) -> None:  # noqa: ANN001
 
 
 def _op_gradient(ctx, do, *_kept):  # noqa: ANN001, ANN002, ANN202
-    x, router_w, w1, w2, *kept = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[i] for i in (0, 1 if router_w is not None else 3, 4, 5)]
-    grads = _backward_op(do, x, router_w, w1, w2, *kept, ctx.choices, needs)
-    dx, drouting, dw1, dw2 = (g if need else None for g, need in zip(grads, needs, strict=True))
-    drouter, dscores = (drouting, None) if router_w is not None else (None, drouting)
-    return dx, drouter, None, dscores, dw1, dw2, None, None, None
+    def run(kept: Sequence[Tensor], needs: list[bool], *inputs: Tensor | None) -> list[Tensor | None]:
+        grads = _backward_op(do, *inputs, *kept, ctx.choices, needs)
+        return [g if need else None for g, need in zip(grads, needs, strict=True)]
+
+    return _input_grads(ctx, run)
 
 
 _forward_op.register_autograd(_op_gradient, setup_context=_keep_for_op)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -42,22 +42,14 @@ EXPECTED = frozenset({"ok", "unavailable", "unsupported", "oom", "skipped_oom", 
 #: Statuses that a second run does not measure again.
 FINAL = frozenset({"ok", "unsupported", "oom", "skipped_oom", "out_of_resources", "wrong"})
 
-KERNEL_OPS = (
-    "router_topk",
-    "metadata",
-    "up_proj",
-    "down_proj",
-    "aggregate",
-    "d_act",
-    "d_input",
-    "weight_grad_1",
-    "weight_grad_2",
-)
 Op = Literal[
     "layer", "experts",
     "router_topk", "metadata", "up_proj", "down_proj", "aggregate",
     "d_act", "d_input", "weight_grad_1", "weight_grad_2",
 ]  # fmt: skip
+OPS: tuple[Op, ...] = get_args(Op)
+#: Ops that are one kernel alone.
+KERNEL_OPS = tuple(op for op in OPS if op not in ("layer", "experts"))
 Mode = Literal["fwd", "fwd_infer", "fwd_bwd"]
 Dtype = Literal["bf16", "fp16", "fp32", "fp64", "fp8"]
 

@@ -1,7 +1,11 @@
-"""Sizes of one MoE layer: the five letters of the paper (section 2) and what follows from them."""
+"""Sizes of one MoE layer: the five letters of the paper (section 2) and what follows from them; the name of a card.
+
+The one module that kernels, harness and analysis may all import: the standard library is all it needs.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -10,6 +14,11 @@ MAX_K = 64
 #: Far beyond any model: a larger number is a slip of the keyboard.
 MAX_T = 2**31
 MAX_WIDTH = 2**20
+
+
+def gpu_slug(name: str) -> str:
+    """A card's name as files and rows have it, other characters a hyphen each run: `NVIDIA H200` is `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import gc
 import json
 import os
 import platform
-import re
 import sys
 import time
 import traceback
@@ -32,6 +31,7 @@ import triton
 from sonic import impls, measure, reference
 from sonic.problem import Problem
 from sonic.record import KERNEL_OPS, Outcome, Point, Settings
+from sonic.shapes import gpu_slug
 
 REASON_LINES = 6
 REASON_LENGTH = 1500
@@ -42,11 +42,6 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def slug(name: str) -> str:
-    """A card's name as it appears in file names and rows: `NVIDIA H200` is `nvidia-h200`."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
 def describe() -> dict[str, Any]:
     """The device, versions, the timing method, and for each implementation whether it runs here, its knobs and ops."""
     where = device()
@@ -54,7 +49,7 @@ def describe() -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(where) if cuda else None
     return {
         "device": {
-            "gpu": slug(properties.name) if cuda else "cpu",
+            "gpu": gpu_slug(properties.name) if cuda else "cpu",
             "name": properties.name if cuda else platform.processor() or platform.machine(),
             "cc": [properties.major, properties.minor] if cuda else None,
             "sms": properties.multi_processor_count if cuda else None,

@@ -109,7 +109,7 @@ def test_a_broken_adapter_is_described_not_fatal(monkeypatch):
     ("name", "expected"), [("NVIDIA H200", "nvidia-h200"), ("NVIDIA GeForce RTX 4090 (x)", "nvidia-geforce-rtx-4090-x")]
 )
 def test_slugs(name, expected):
-    assert worker.slug(name) == expected
+    assert worker.gpu_slug(name) == expected
 
 
 @pytest.mark.parametrize("mode", ["fwd", "fwd_infer", "fwd_bwd"])

@@ -64,11 +64,6 @@ _BACKWARD = ("d_act", "weight_grad_2", "d_input", "aggregate", "weight_grad_1")
 #: GEMM kernels, and what multiplies R n d in each one's FLOPs.
 _GEMMS = {"up_proj": 4, "down_proj": 2, "d_act": 2, "d_input": 4, "weight_grad_1": 4, "weight_grad_2": 2}
 
-
-#: Where `grouped_gemm` leaves its result under each value of knobs.aggregate.
-_INTO: dict[str, grouped_gemm.Into] = {"gather_sum": "rows", "scatter_sum": "slots", "atomic": "tokens"}
-
-
 #: The ablation knobs at rest; the byte model describes these.
 _PLAIN = {"gather": "fused", "activation": "fused", "aggregate": "gather_sum"}
 
@@ -144,8 +139,9 @@ class Impl(Adapter):
             gather=knobs.gather,
             activation=knobs.activation,
             aggregate=knobs.aggregate,
-            tiles=self._tiles() if self.family == "triton" else {},
         )
+        if self.family == "triton":
+            self.choices = replace(self.choices, tiles=self._tiles())
         if point.op in KERNEL_OPS:
             self._prepare(point.op)
 
@@ -160,14 +156,14 @@ class Impl(Adapter):
             if self.point.op in _GEMMS and kernel != self.point.op:
                 continue
             known = tuning.known(self._tuned_as(kernel), d, n, E, dtype)
-            base = known or _candidates(kernel, dtype, d, n, _INTO[self.point.knobs.aggregate])[0]
+            base = known or _candidates(kernel, dtype, d, n, self.choices.into)[0]
             tiles[kernel] = _with_sizes(base, self.point, dtype.itemsize)
         return tiles
 
     def _tuned_as(self, step: str) -> str:
         """Name under which a step's tile is chosen."""
         if step in ("down_proj", "d_input"):
-            return grouped_gemm.tuned_as(step, _INTO[self.point.knobs.aggregate])
+            return grouped_gemm.tuned_as(step, self.choices.into)
         if step == "d_act" and self.point.knobs.activation == "separate":
             return "d_act_gemm"
         return step

@@ -174,11 +174,9 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: Sequence[objec
         compiled[(*grid, 1, 1)[:3]](*arguments)
 
 
-def tma_ready(*tensors: torch.Tensor | None) -> bool:
+def tma_ready(*tensors: torch.Tensor) -> bool:
     """Whether tensor descriptors can describe these: 16-byte rows and base, contiguous last axis, nothing empty."""
     for t in tensors:
-        if t is None:
-            continue
         size = t.element_size()
         if t.numel() == 0 or t.stride(-1) != 1 or t.data_ptr() % 16 or size == 8:
             return False

@@ -111,22 +111,9 @@ def _d_swiglu(
     """`_d_swiglu_chunk` over SPLIT chunks of WIDTH columns, halved until one is left: fewer values live at once."""
     if SPLIT == 1:
         return _d_swiglu_chunk(
-            da_prime,
-            scores,
-            h_ptr,
-            dh_ptr,
-            dh_desc,
-            ap_ptr,
-            ap_desc,
-            row0,
-            end,
-            col,
-            n,
-            BLOCK_M,
-            WIDTH,
-            STORE_TMA,
-            EVEN_N,
-        )
+            da_prime, scores, h_ptr, dh_ptr, dh_desc, ap_ptr, ap_desc, row0, end, col, n,
+            BLOCK_M, WIDTH, STORE_TMA, EVEN_N,
+        )  # fmt: skip
     else:
         left, right = halves(da_prime, BLOCK_M, WIDTH)
         ds = _d_swiglu(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 import warnings
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from filelock import FileLock
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from sonic.kernels.common import INTERPRET, Tile
+from sonic.shapes import gpu_slug
 
 _COMMITTED = Path(__file__).parent / "tuned"
 #: Seconds spent in measuring candidates by this process.
@@ -37,11 +37,6 @@ def mode() -> str:
     if value not in ("cached", "full", "off"):
         raise ValueError(f"SONIC_TUNE is {value!r}; allowed: cached, full, off")
     return value
-
-
-def gpu_slug(name: str) -> str:
-    """File name of a card: lower case, every run of other characters a hyphen (`NVIDIA H200` -> `nvidia-h200`)."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 @cache
