@@ -6,12 +6,16 @@ Letters as in the paper: T tokens, d width, n expert intermediate size, E expert
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
+from inspect import getclosurevars, isfunction
+from itertools import repeat
 
 import torch
 import triton
 import triton.language as tl
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
@@ -20,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 #: True when kernels run in Triton's interpreter on a CPU; `TRITON_INTERPRET` is read when triton is imported.
 INTERPRET = bool(triton.knobs.runtime.interpret)
 _INTERPRET = tl.constexpr(INTERPRET)
+_runtime = triton.knobs.runtime
 
 #: Shared memory that one block may use on Hopper, bytes.
 SMEM_LIMIT = 232448
@@ -142,16 +147,58 @@ def _kind(argument: object) -> object:
         return None
     if isinstance(argument, int):
         return argument == 1, argument % 16 == 0, argument >> 31
-    if isinstance(argument, TensorDescriptor):
-        return argument.base.dtype, *argument.block_shape
-    return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return argument.base.dtype, *argument.block_shape  # a tensor descriptor
 
 
 #: Of each kernel (by identity: hashing one costs as much as looking it up) which arguments are compile-time constants.
 _constants: dict[int, tuple[bool, ...]] = {}
 #: Compiled kernels by what they were specialised for.
-_compiled: dict[tuple, CompiledKernel] = {}
-_runtime = triton.knobs.runtime
+_compiled: dict[tuple, _Prepared] = {}
+#: Launch arguments of tensor descriptors, the encoded map among them, by all that they are made of.
+_maps: dict[tuple, list[object]] = {}
+_MAPS_KEPT = 4096
+
+
+class _Prepared:
+    """A compiled kernel, launched with addresses and with tensor maps that are encoded once.
+
+    Triton's own launcher encodes each map anew at every launch (9 us on the host), and asks each tensor for its address
+    and the driver for each address.
+    """
+
+    def __init__(self, compiled: CompiledKernel) -> None:
+        self.compiled = compiled
+        self.described = compiled.metadata.tensordesc_meta or repeat(None)
+        self.run = copy(compiled.run)
+        if isfunction(self.run.launch):  # there are descriptors, and this is the step that encodes them
+            self.run.launch = getclosurevars(self.run.launch).nonlocals["launcher"]
+
+    def launch(self, grid: tuple[int, int, int], arguments: Sequence[object]) -> None:
+        expanded, described = [], iter(self.described)
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                expanded.append(argument.data_ptr())
+            elif hasattr(argument, "block_shape"):
+                expanded += _launch_arguments(argument, next(described))
+            else:
+                expanded.append(argument)
+        stream = torch._C._cuda_getCurrentRawStream(arguments[0].get_device())
+        compiled = self.compiled
+        self.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *expanded)
+
+
+def _launch_arguments(d: TensorDescriptor, meta: dict[str, object] | None) -> list[object]:
+    if meta is None:  # a card without tensor maps
+        return make_tensordesc_arg(d, None)
+    key = (d.base.data_ptr(), meta["elem_type"], meta["swizzle"], *d.shape, *d.strides, *d.block_shape)
+    made = _maps.get(key)
+    if made is None:
+        if len(_maps) == _MAPS_KEPT:
+            _maps.clear()
+        made = _maps[key] = make_tensordesc_arg(d, meta)
+    return made
 
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: Sequence[object], **options: int) -> None:
@@ -168,18 +215,13 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: Sequence[objec
         constants = _constants[id(kernel)] = tuple(parameter.is_constexpr for parameter in kernel.params)
     kinds = [a if constant else _kind(a) for a, constant in zip(arguments, constants, strict=True)]
     key = (id(kernel), arguments[0].get_device(), *options.values(), *kinds)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[grid](*arguments, **options)
-        return
-    if _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:  # a profiler's
-        compiled[(*grid, 1, 1)[:3]](*arguments)
-        return
-    # an address instead of a tensor saves the launcher a call of data_ptr and one of the driver for each
-    addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-    stream = torch._C._cuda_getCurrentRawStream(arguments[0].get_device())
-    function, metadata = compiled.function, compiled.packed_metadata
-    compiled.run(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *addresses)
+    prepared = _compiled.get(key)
+    if prepared is None:
+        _compiled[key] = _Prepared(kernel[grid](*arguments, **options))
+    elif _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:  # a profiler wants to know
+        prepared.compiled[(*grid, 1, 1)[:3]](*arguments)
+    else:
+        prepared.launch((*grid, 1, 1)[:3], arguments)
 
 
 def tma_ready(*tensors: torch.Tensor) -> bool:
