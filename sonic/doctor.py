@@ -163,14 +163,18 @@ def family_lines(device: dict[str, Any]) -> Lines:
     """The kernel families of `sonic`, by the names that `knobs.family` takes."""
     if not device:
         return [("any", "unknown until the child answers")]
-    notes = {"torch": "runs: plain torch, every dtype"}
+    cc = device.get("cc") or []
+    on_hopper = device.get("triton") and list(cc) == [9, 0]
+    notes = {
+        "torch": "runs: plain torch, every dtype",
+        "hopper": "compiled for sm_90a: bf16, fp16" if on_hopper else "not here: needs compute capability 9.0",
+    }
     if not device.get("triton"):
         notes["triton"] = "not here: triton is not installed"
     elif device.get("gpu", "cpu") == "cpu":
         notes["triton"] = "runs in Triton's interpreter: right, and no measure of speed"
     else:
-        cc = "".join(str(part) for part in device.get("cc") or [])
-        notes["triton"] = f"compiled for sm_{cc}: bf16, fp16, fp32"
+        notes["triton"] = f"compiled for sm_{''.join(map(str, cc))}: bf16, fp16, fp32"
     names = [name for name in get_args(Knobs.model_fields["family"].annotation) if name != "auto"]
     return [(name, notes.get(name, "")) for name in names]
 

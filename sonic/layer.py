@@ -9,10 +9,11 @@ it.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache, wraps
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, lru_cache, wraps
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -24,15 +25,16 @@ from sonic.kernels import aggregate as _aggregate
 from sonic.kernels import d_act as _d_act
 from sonic.kernels import d_input as _d_input
 from sonic.kernels import down_proj as _down_proj
+from sonic.kernels import hopper
 from sonic.kernels import metadata as _metadata
 from sonic.kernels import router_topk as _router_topk
 from sonic.kernels import up_proj as _up_proj
 from sonic.kernels import weight_grad as _weight_grad
-from sonic.kernels.common import INTERPRET, Tile
+from sonic.kernels.common import INTERPRET, Tile, tile_of
 from sonic.kernels.grouped_gemm import Into
 from sonic.shapes import MAX_E, MAX_K, Shape
 
-Family = Literal["auto", "triton", "torch"]
+Family = Literal["auto", "hopper", "triton", "torch"]
 W1Layout = Literal["concat", "interleaved"]
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -72,6 +74,7 @@ def _family(suffix: str) -> Steps:
 _INTO: dict[str, Into] = {"gather_sum": "rows", "scatter_sum": "slots", "atomic": "tokens"}
 
 FAMILIES = {"triton": _family(""), "torch": _family("_torch")}
+FAMILIES["hopper"] = replace(FAMILIES["triton"], **hopper.STEPS)
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Choices:
     @lru_cache(maxsize=256)
     def decode(text: str) -> Choices:
         fields = json.loads(text)
-        fields["tiles"] = {name: Tile(**tile) for name, tile in fields["tiles"].items()}
+        fields["tiles"] = {name: tile_of(tile) for name, tile in fields["tiles"].items()}
         return Choices(**fields)
 
     @property
@@ -130,29 +133,48 @@ class Choices:
 _PLAIN = {(family, layout): Choices(family, layout) for family in FAMILIES for layout in ("concat", "interleaved")}
 
 
-def resolve_family(family: Family, device: torch.device, dtype: torch.dtype) -> str:
-    """The family that runs: Triton on a GPU and in the interpreter, plain torch elsewhere and for fp64.
+def resolve_family(family: Family, device: torch.device, dtype: torch.dtype, d: int, n: int) -> str:
+    """The family that runs: hopper where it can, Triton on other GPUs and in the interpreter, plain torch elsewhere and
+    for fp64.
 
     Raises ValueError when the family that was asked for cannot run there.
     """
-    reason = None
-    if dtype not in _TRITON_DTYPES:
-        reason = f"dtype is {dtype}; the triton family runs bf16, fp16 and fp32 (use family='torch')"
-    elif device.type != "cuda" and not INTERPRET:
-        reason = (
-            f"device is {device}; the triton family needs a GPU, or TRITON_INTERPRET=1 set before triton is imported"
-        )
-    elif torch.version.hip is not None:
-        reason = "this build of torch is for AMD; the triton family was written for NVIDIA GPUs"
-    elif device.type == "cuda" and INTERPRET:
-        reason = "TRITON_INTERPRET=1 is set; it runs kernels on the CPU, so move the tensors there or unset it"
-    if family == "auto":
-        return "triton" if reason is None else "torch"
-    if family not in FAMILIES:
+    if family == "torch":
+        return family
+    if family not in ("auto", *FAMILIES):
         raise ValueError(f"family is {family!r}; allowed: auto, {', '.join(FAMILIES)}")
-    if family == "triton" and reason is not None:
+    if family != "triton":
+        unknown, unsuited = hopper.unknown(device), hopper.unsuited(dtype, d, n)
+        if unknown is None and unsuited is None:
+            return "hopper"
+        if family == "hopper":
+            raise ValueError(f"family is 'hopper': {unknown or unsuited}")
+    reason = _no_triton(device, dtype)
+    if reason is None:
+        if family == "auto" and device.type == "cuda" and unknown is not None:
+            _say_once(f"{unknown}; the portable Triton family runs instead")
+        return "triton"
+    if family == "triton":
         raise ValueError(f"family is 'triton': {reason}")
-    return family
+    return "torch"
+
+
+def _no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the portable Triton family cannot run; None when it can."""
+    if dtype not in _TRITON_DTYPES:
+        return f"dtype is {dtype}; the triton family runs bf16, fp16 and fp32 (use family='torch')"
+    if device.type != "cuda" and not INTERPRET:
+        return f"device is {device}; the triton family needs a GPU, or TRITON_INTERPRET=1 set before triton is imported"
+    if torch.version.hip is not None:
+        return "this build of torch is for AMD; the triton family was written for NVIDIA GPUs"
+    if device.type == "cuda" and INTERPRET:
+        return "TRITON_INTERPRET=1 is set; it runs kernels on the CPU, so move the tensors there or unset it"
+    return None
+
+
+@cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -412,12 +434,13 @@ def _check(x: Tensor, w1: Tensor, w2: Tensor, K: int, **routing: Tensor) -> None
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; they must be on one device")
 
 
-def _choose(family: Family, w1_layout: W1Layout, choices: Choices | None, x: Tensor) -> Choices:
+def _choose(family: Family, w1_layout: W1Layout, choices: Choices | None, x: Tensor, w2: Tensor) -> Choices:
     """The choices asked for, or the plain ones of a family and layout that can run on x."""
+    _, d, n = w2.shape
     if choices is not None:
-        resolve_family(choices.family, x.device, x.dtype)
+        resolve_family(choices.family, x.device, x.dtype, d, n)
         return choices
-    at = (resolve_family(family, x.device, x.dtype), w1_layout)
+    at = (resolve_family(family, x.device, x.dtype, d, n), w1_layout)
     if at not in _PLAIN:
         raise ValueError(f"w1_layout is {w1_layout!r}; allowed: concat, interleaved")
     return _PLAIN[at]
@@ -448,7 +471,7 @@ def experts(
         raise ValueError(f"ids is {ids.dtype}; it must be int32 or int64")
     K = ids.shape[1]
     _check(x, w1, w2, K, ids=ids, scores=scores)
-    c = _choose(family, w1_layout, choices, x)
+    c = _choose(family, w1_layout, choices, x, w2)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return _run(x, None, ids.int().contiguous(), scores.to(wide).contiguous(), w1, w2, K, c)
 
@@ -475,7 +498,7 @@ def moe(
     _check(flat, w1, w2, K, router_w=router_w)
     if router_w.dtype not in (x.dtype, torch.float64 if x.dtype == torch.float64 else torch.float32):
         raise ValueError(f"router_w is {router_w.dtype} and x is {x.dtype}; it must be the dtype of x or fp32")
-    c = _choose(family, w1_layout, choices, x)
+    c = _choose(family, w1_layout, choices, x, w2)
     return _run(flat, router_w, None, None, w1, w2, K, c).view(x.shape)
 
 

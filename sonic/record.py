@@ -91,7 +91,7 @@ class Routing(Strict):
 class Knobs(Strict):
     """Ablation switches of the `sonic` layer (design section 6). `family=auto` becomes what ran in a row."""
 
-    family: Literal["auto", "triton", "torch"] = "auto"
+    family: Literal["auto", "hopper", "triton", "torch"] = "auto"
     gather: Literal["fused", "separate"] = "fused"
     activation: Literal["fused", "separate"] = "fused"
     ds: Literal["from_da"] = "from_da"
@@ -221,7 +221,7 @@ class Measured(Strict):
 class Outcome(Measured):
     """`Measured` and the kernel family that ran, which the launching job writes into the row's knobs."""
 
-    family: Literal["triton", "torch"] | None = None
+    family: Literal["hopper", "triton", "torch"] | None = None
 
 
 class Row(Point, Measured):

@@ -65,7 +65,7 @@ def test_only_tracking_knows_wandb() -> None:
 
 
 def test_baselines_are_imported_in_their_adapter() -> None:
-    baselines = {"transformers", "scattermoe", "megablocks", "liger_kernel", "deep_gemm"}
+    baselines = {"transformers", "scattermoe", "sonicmoe", "quack", "megablocks", "liger_kernel", "deep_gemm"}
     users = {path for path in SOURCES if top(path) & baselines}
     assert all(name(path).startswith("sonic/impls/") for path in users), users
 

@@ -1,4 +1,4 @@
-"""Our layer: both kernel families, every knob, and every kernel alone (`op=<kernel>`).
+"""Our layer: all kernel families, every knob, and every kernel alone (`op=<kernel>`).
 
 `sonic.moe` for op=layer, `sonic.experts` for op=experts. Limits are the layer's own: E to 4096, K to 64, fp64 in the
 torch family only. `tile.*` changes the sizes that it names in the kernel's own choice, in every GEMM kernel or in
@@ -25,13 +25,14 @@ from sonic.kernels import (
     d_input,
     down_proj,
     grouped_gemm,
+    hopper,
     metadata,
     router_topk,
     tuning,
     up_proj,
     weight_grad,
 )
-from sonic.kernels.common import SMEM_LIMIT, Cost, Tile
+from sonic.kernels.common import SMEM_LIMIT, Cost, HopperTile, Tile
 from sonic.problem import DTYPES, Problem
 from sonic.record import KERNEL_OPS, KernelTime, Point
 
@@ -68,18 +69,12 @@ _GEMMS = {"up_proj": 4, "down_proj": 2, "d_act": 2, "d_input": 4, "weight_grad_1
 _PLAIN = {"gather": "fused", "activation": "fused", "aggregate": "gather_sum"}
 
 
-def _candidates(kernel: str, dtype: torch.dtype, d: int, n: int, into: grouped_gemm.Into) -> list[Tile]:
-    if kernel in ("down_proj", "d_input"):
-        return grouped_gemm.configs(dtype, d, into)
-    if kernel.startswith("weight_grad"):
-        return weight_grad.configs(dtype, d if kernel == "weight_grad_1" else n)
-    return {"up_proj": up_proj, "d_act": d_act}[kernel].configs(dtype, n)
-
-
 def _with_sizes(base: Tile, point: Point, itemsize: int) -> Tile:
     """The kernel's own tile with the sizes that the point asks for; what depends on them follows."""
     asked = point.tile
     tile = base.override(m=asked.m, n=asked.n, k=asked.k, stages=asked.stages, warps=asked.warps)
+    if isinstance(tile, HopperTile):
+        return tile
     ring = tile.stages * (tile.m + tile.n) * tile.k * itemsize
     # programs share an SM while their rings fit, and while accumulators take half of the registers at most
     ctas = tile.ctas if tile.ctas * ring <= SMEM_LIMIT and tile.ctas * tile.m * tile.n <= 32768 else 1
@@ -122,7 +117,7 @@ class Impl(Adapter):
         if kernel is not None and kernel not in _GEMMS:
             return f"tile.kernel is {kernel!r}; allowed: {', '.join(_GEMMS)}"
         try:
-            layer.resolve_family(point.knobs.family, device, DTYPES[point.dtype])
+            layer.resolve_family(point.knobs.family, device, DTYPES[point.dtype], point.shape.d, point.shape.n)
             Tile().override(**point.tile.model_dump(exclude={"kernel"}))
         except ValueError as error:
             return str(error)
@@ -132,7 +127,9 @@ class Impl(Adapter):
         super().__init__(problem, point)
         self._tuned_before = tuning.tune_seconds
         self.point, self.shape = point, problem.shape
-        self.family = layer.resolve_family(point.knobs.family, problem.device, problem.dtype)
+        self.family = layer.resolve_family(
+            point.knobs.family, problem.device, problem.dtype, problem.shape.d, problem.shape.n
+        )
         knobs = point.knobs
         self.choices = layer.Choices(
             self.family,
@@ -140,7 +137,7 @@ class Impl(Adapter):
             activation=knobs.activation,
             aggregate=knobs.aggregate,
         )
-        if self.family == "triton":
+        if self.family != "torch":
             self.choices = replace(self.choices, tiles=self._tiles())
         if point.op in KERNEL_OPS:
             self._prepare(point.op)
@@ -156,17 +153,34 @@ class Impl(Adapter):
             if self.point.op in _GEMMS and kernel != self.point.op:
                 continue
             known = tuning.known(self._tuned_as(kernel), d, n, E, dtype)
-            base = known or _candidates(kernel, dtype, d, n, self.choices.into)[0]
+            base = known or self._candidates(kernel)[0]
             tiles[kernel] = _with_sizes(base, self.point, dtype.itemsize)
         return tiles
 
+    def _is_hopper(self, step: str) -> bool:
+        """Whether a GEMM step runs warp-specialised: rows that go elsewhere than to rows are the portable family's."""
+        return self.family == "hopper" and (step not in ("down_proj", "d_input") or self.choices.into == "rows")
+
     def _tuned_as(self, step: str) -> str:
         """Name under which a step's tile is chosen."""
-        if step in ("down_proj", "d_input"):
-            return grouped_gemm.tuned_as(step, self.choices.into)
         if step == "d_act" and self.point.knobs.activation == "separate":
-            return "d_act_gemm"
-        return step
+            step = "d_act_gemm"
+        if self._is_hopper(step):
+            return f"hopper.{step}"
+        return grouped_gemm.tuned_as(step, self.choices.into) if step in ("down_proj", "d_input") else step
+
+    def _candidates(self, step: str) -> list[Tile]:
+        d, n, dtype = self.shape.d, self.shape.n, self.problem.dtype
+        columns = {"up_proj": n, "d_act": n, "weight_grad_1": d, "weight_grad_2": n, "down_proj": d, "d_input": d}[step]
+        separate = step == "d_act" and self.point.knobs.activation == "separate"
+        module = {"up_proj": "up_proj", "d_act": "grouped_gemm" if separate else "d_act"}.get(step, "weight_grad")
+        if step in ("down_proj", "d_input"):
+            module = "grouped_gemm"
+        if self._is_hopper(step):
+            return getattr(hopper, module).configs(columns)
+        if module == "grouped_gemm":
+            return grouped_gemm.configs(dtype, d, self.choices.into) if not separate else d_act.configs(dtype, n)
+        return {"up_proj": up_proj, "d_act": d_act, "weight_grad": weight_grad}[module].configs(dtype, columns)
 
     def forward(self) -> torch.Tensor:
         if self.point.op in KERNEL_OPS:
@@ -241,7 +255,7 @@ class Impl(Adapter):
         return _COSTS[step](self.shape, self.problem.R, self.problem.dtype.itemsize, **options)
 
     def _tile(self, step: str) -> Tile | None:
-        if step not in _GEMMS or self.family != "triton":
+        if step not in _GEMMS or self.family == "torch":
             return None
         shape = self.shape
         known = tuning.known(self._tuned_as(step), shape.d, shape.n, shape.E, self.problem.dtype)
@@ -250,7 +264,7 @@ class Impl(Adapter):
     @property
     def kernels_cost(self) -> list[KernelTime]:
         """Model FLOPs, bytes and the tile of every step, in launch order."""
-        if self.family != "triton":
+        if self.family == "torch":
             return []
         found = []
         for step in self._steps():
@@ -279,7 +293,7 @@ class Impl(Adapter):
     @property
     def flops_padded(self) -> int | None:
         """FLOPs that the tiles really multiply: rows of every expert rounded up to the tile of each GEMM."""
-        if self.family != "triton":
+        if self.family == "torch":
             return None
         counts = self.problem.counts_E
         total = 0
@@ -299,7 +313,7 @@ class Impl(Adapter):
     def tuned(self) -> bool | None:
         """Whether every GEMM ran a choice measured on this card (committed or the user's own)."""
         gemms = [step for step in self._steps() if step in _GEMMS]
-        if self.family != "triton" or not gemms:
+        if self.family == "torch" or not gemms:
             return None
         shape = self.shape
         if self.choices.tiles:

@@ -72,6 +72,26 @@ class Tile:
         return replace(self, **given)
 
 
+@dataclass(frozen=True)
+class HopperTile(Tile):
+    """Launch choice of a warp-specialised kernel: two consumer warpgroups that share a tile (`cooperative`) or take
+    tiles in turn (`pingpong`), and `buffers` blocks for results on their way out."""
+
+    n: int = 256
+    stages: int = 4
+    schedule: str = "cooperative"
+    buffers: int = 2
+
+    def options(self) -> dict[str, int]:
+        """The first consumer's four warps; the cap leaves room for twelve warps, which then trade registers."""
+        return {"num_warps": 4, "maxnreg": 168}
+
+
+def tile_of(fields: dict[str, object]) -> Tile:
+    """A tile from its fields."""
+    return (HopperTile if "schedule" in fields else Tile)(**fields)
+
+
 #: Where rows are no multiple of 16 bytes operands come by pointers, whose masks and addresses fill the registers.
 UNALIGNED = Tile(64, 64, 32, stages=3, store="pointer")
 
@@ -222,6 +242,11 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: Sequence[objec
         prepared.compiled[(*grid, 1, 1)[:3]](*arguments)
     else:
         prepared.launch((*grid, 1, 1)[:3], arguments)
+
+
+def forget() -> None:
+    """Drop the compiled kernels that launches would reuse."""
+    _compiled.clear()
 
 
 def tma_ready(*tensors: torch.Tensor) -> bool:

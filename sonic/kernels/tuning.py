@@ -22,7 +22,7 @@ import triton
 from filelock import FileLock
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from sonic.kernels.common import INTERPRET, Tile
+from sonic.kernels.common import INTERPRET, Tile, tile_of
 from sonic.shapes import gpu_slug
 
 _COMMITTED = Path(__file__).parent / "tuned"
@@ -61,7 +61,7 @@ def _known(card: str) -> dict[str, Tile]:
 def _read(path: Path) -> dict[str, Tile]:
     """Choices of one file. A user's file that is damaged or of another version is passed over with a warning."""
     try:
-        return {key: Tile(**value) for key, value in json.loads(path.read_text()).items()}
+        return {key: tile_of(value) for key, value in json.loads(path.read_text()).items()}
     except (ValueError, TypeError) as error:
         if path.parent == _COMMITTED:
             raise

@@ -1,18 +1,20 @@
 """Every adapter computes the same layer: output and all gradients, canonical layouts, on the routing that it names."""
 
+import enum
 import functools
 import importlib
 import re
 import subprocess
 import sys
 import types
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from sonic import impls, reference
-from sonic.impls import _common, cublas_bmm, scattermoe, torch_grouped_mm, torch_grouped_mm_compiled
+from sonic.impls import _common, cublas_bmm, scattermoe, sonicmoe_official, torch_grouped_mm, torch_grouped_mm_compiled
 from sonic.problem import Problem
 from sonic.record import KERNEL_OPS, Op, Point, Routing, ShapeSpec
 
@@ -211,3 +213,142 @@ def test_a_version_without_metadata_is_a_hash_of_the_sources(tmp_path, monkeypat
     first = scattermoe.Impl.version()
     (package / "mlp.py").write_text("x = 1")
     assert scattermoe.Impl.version() != first and len(first) >= 8
+
+
+class FakeActivation(enum.Enum):
+    SWIGLU = "swiglu"
+
+
+class FakeGemmConfig(NamedTuple):
+    """QuACK's configuration: its fields in their order, without those that the adapter leaves alone."""
+
+    tile_m: int = 128
+    tile_n: int = 192
+    pingpong: bool = True
+    is_dynamic_persistent: bool = True
+    cluster_m: int = 2
+    cluster_n: int = 1
+
+
+def fake_experts(x, scores, token, expert, w1, b1, w2, b2, E, stream, activation_type, is_inference_mode_enabled, **kw):
+    """Stands for `moe_general_routing_inputs`: w1 (2n, d, E) and w2 (d, n, E) as views, sorted tokens, fp32 scores."""
+    assert kw == {"concat_layout": True} and b1 is None and b2 is None and activation_type is FakeActivation.SWIGLU
+    assert is_inference_mode_enabled is not torch.is_grad_enabled()
+    assert w1.permute(2, 0, 1).is_contiguous() and w2.permute(2, 0, 1).is_contiguous() and E == w2.shape[2]
+    assert token.dtype == expert.dtype == torch.int32 and scores.dtype == torch.float32 and scores.ndim == 1
+    assert bool((token.diff() >= 0).all()) and token.shape == expert.shape == scores.shape
+    out = torch.zeros_like(x)
+    for e in range(E):
+        (row,) = torch.where(expert == e)
+        gate, up = F.linear(x[token[row]], w1[:, :, e]).chunk(2, dim=-1)
+        out = out.index_add(0, token[row], F.linear(F.silu(gate) * up, w2[:, :, e]) * scores[row, None])
+    return out, expert.bincount(minlength=E)
+
+
+def fake_layer(x, router_w, w1, b1, w2, b2, K, stream, **options):
+    """Stands for `moe_TC_softmax_topk_layer`."""
+    logits = F.linear(x, router_w)
+    top, ids = logits.topk(K, dim=-1)
+    token = torch.arange(len(x), dtype=torch.int32).repeat_interleave(K)
+    routing = top.float().softmax(dim=-1).flatten(), token, ids.flatten().int()
+    out, counts = fake_experts(x, *routing, w1, b1, w2, b2, router_w.shape[0], stream, **options)
+    return out, logits, counts
+
+
+@pytest.fixture
+def official(monkeypatch):
+    """Stands for sonic-moe and QuACK, on a Hopper; the module that holds QuACK's tuners."""
+    tuners = {
+        name: types.SimpleNamespace(configs=[f"{name} {i}" for i in range(22)], cache={})
+        for name in sonicmoe_official.TUNERS
+    }
+    gemms = types.SimpleNamespace(**tuners, default_config=lambda device: FakeGemmConfig(is_dynamic_persistent=False))
+    modules = {
+        "sonicmoe": types.SimpleNamespace(
+            moe_general_routing_inputs=fake_experts, moe_TC_softmax_topk_layer=fake_layer
+        ),
+        "sonicmoe.enums": types.SimpleNamespace(ActivationType=FakeActivation),
+        "quack": types.SimpleNamespace(gemm_interface=gemms),
+        "quack.gemm_interface": gemms,
+        "quack.autotuner": types.SimpleNamespace(AutotuneConfig=types.SimpleNamespace),
+        "quack.gemm_config": types.SimpleNamespace(GemmConfig=FakeGemmConfig),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setenv("QUACK_COMPILE_WORKERS", "1")
+    monkeypatch.delenv("SONIC_TUNE", raising=False)
+    return gemms
+
+
+@pytest.mark.parametrize(("op", "distribution"), [("layer", "learned"), ("experts", "zipf")])
+def test_sonicmoe_official_reads_our_weights_where_they_lie(op, distribution, official):
+    p = point("sonicmoe_official", op, distribution, (40, 32, 16, 8, 2), "fp32")
+    check(sonicmoe_official.Impl, p)
+    assert sonicmoe_official.Impl(problem_of(p), p).note == "tuner cut to 4 configs; concat_layout=True"
+
+
+@pytest.mark.parametrize(("E", "K", "own"), [(8, 2, True), (12, 2, False), (64, 17, False)])
+def test_sonicmoe_official_says_whose_top_k_ran(E, K, own, official):
+    for op, distribution in (("layer", "learned"), ("experts", "uniform")):
+        p = point("sonicmoe_official", op, distribution, (9, 16, 8, E, K), "fp32")
+        assert ("torch's top-K" in sonicmoe_official.Impl(problem_of(p), p).note) is (op == "layer" and not own)
+
+
+def test_sonicmoe_official_gives_the_tuners_the_list_that_was_asked_for(official, monkeypatch):
+    p = point("sonicmoe_official", "experts", "uniform", (9, 16, 8, 8, 2), "fp32")
+    tuners = [getattr(official, name) for name in sonicmoe_official.TUNERS]
+    every = [tuner.configs for tuner in tuners]
+
+    def lists(tune):
+        monkeypatch.setenv("SONIC_TUNE", tune)
+        note = sonicmoe_official.Impl(problem_of(p), p).note
+        return note.partition(";")[0], [tuner.configs for tuner in tuners]
+
+    cut = [FakeGemmConfig(m, n, pingpong, False, *cluster) for m, n, pingpong, *cluster in sonicmoe_official.CUT]
+    assert lists("full") == ("tuner over all configs", every)
+    for tuner in tuners:
+        tuner.cache["shape"] = "a choice among all"
+    note, found = lists("cached")
+    assert note == "tuner cut to 4 configs" and all([c.config for c in configs] == cut for configs in found)
+    assert all(tuner.cache == {} for tuner in tuners)
+    for tuner in tuners:
+        tuner.cache["shape"] = "a choice among four"
+    assert lists("cached") == (note, found) and all(tuner.cache for tuner in tuners)
+    note, found = lists("off")
+    assert note == "tuner off, QuACK's default config"
+    assert all([c.config for c in configs] == [FakeGemmConfig(128, 192, True, False, 2, 1)] for configs in found)
+    assert lists("full") == ("tuner over all configs", every)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert lists("cached") == ("tuner over all configs", every)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "capability", "reason"),
+    [
+        ((8, 16, 16, 4, 2), "bf16", (9, 0), None),
+        ((8, 16, 16, 4, 2), "fp16", (10, 0), None),
+        ((8, 16, 16, 4, 2), "bf16", (8, 6), "compute capability is 8.6; its kernels need 9.0"),
+        ((8, 20, 16, 4, 2), "bf16", (9, 0), "shape.d is 20; its kernels need multiples of 8"),
+        ((8, 16, 12, 4, 2), "bf16", (9, 0), "shape.n is 12"),
+        ((0, 16, 16, 4, 2), "bf16", (9, 0), "shape.T is 0"),
+        ((1 << 20, 4096, 16, 4, 1), "bf16", (9, 0), r"T*K*d is 4294967296"),
+        ((8, 16, 16, 4, 2), "fp32", (9, 0), "dtype is 'fp32'; allowed: bf16, fp16"),
+    ],
+)
+def test_sonicmoe_official_says_what_it_needs(shape, dtype, capability, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    p = point("sonicmoe_official", "layer", "learned", shape, dtype)
+    refusal = sonicmoe_official.Impl.supports(p, torch.device("cuda"))
+    assert (refusal is None) if reason is None else reason in refusal
+    assert "device is 'cpu'" in sonicmoe_official.Impl.supports(p, CPU)
+
+
+def test_sonicmoe_official_names_the_missing_part_and_two_versions(monkeypatch):
+    present = {"sonicmoe", "quack"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in present else None)
+    assert "'nvidia-cutlass-dsl', which is not installed" in sonicmoe_official.Impl.available()
+    present.add("cutlass")
+    assert sonicmoe_official.Impl.available() is None
+    monkeypatch.setattr(importlib.metadata, "version", {"sonic-moe": "0.1.2.post1", "quack-kernels": "0.3.11"}.get)
+    assert sonicmoe_official.Impl.version() == "sonicmoe-0.1.2.post1+quack-0.3.11"

@@ -22,21 +22,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sonic.kernels import (
     aggregate,
+    common,
     d_act,
     d_input,
     down_proj,
     grouped_gemm,
+    hopper,
     metadata,
     router_topk,
     tuning,
@@ -67,21 +70,25 @@ def captured(call: Callable[[], object]) -> list[Launch]:
     launches: list[Launch] = []
     original = JITFunction.run
 
-    def keep(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: int) -> None:
+    def keep(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: int) -> SimpleNamespace:
         del grid, warmup
         launches.append(Launch(self, dict(zip(self.arg_names, args, strict=False)), kwargs))
+        return SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=None), run=SimpleNamespace(launch=None))
 
+    common.forget()
     JITFunction.run = keep
     try:
         call()
     finally:
         JITFunction.run = original
+        common.forget()
     return launches
 
 
 def compiled(launch: Launch):
     """Compile a launch as the just-in-time compiler would specialise it."""
     signature, constants, attributes = {}, {}, {}
+    gluon = isinstance(launch.kernel, GluonJITFunction)
     for i, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
         if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
@@ -90,14 +97,15 @@ def compiled(launch: Launch):
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + _TYPES[value.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, TensorDescriptor):
+        elif hasattr(value, "block_shape"):
             block = ", ".join(map(str, value.block_shape))
-            signature[parameter.name] = f"tensordesc<{_TYPES[value.base.dtype]}[{block}]>"
+            layout = f",{value.layout!r}" if gluon else ""
+            signature[parameter.name] = f"tensordesc<{_TYPES[value.base.dtype]}[{block}]{layout}>"
         else:
             signature[parameter.name] = "i32"
             if value % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    source = (GluonASTSource if gluon else ASTSource)(launch.kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
 
 
@@ -201,6 +209,37 @@ def variants(dtype: torch.dtype, d: int, n: int) -> Wanted:
             yield name, tile, partial(call, tile)
 
 
+def _hopper(s: Sizes) -> dict[str, tuple[list[Tile], Callable[[Tile], object]]]:
+    """The Hopper family's launchers with their candidates."""
+    meta, d, n = s.meta, s.d, s.n
+    return {
+        "up_proj": (hopper.up_proj.configs(n), lambda t: hopper.up_proj.up_proj(s.x, s.w1, meta, tile=t)),
+        "down_proj": (
+            hopper.grouped_gemm.configs(d),
+            lambda t: hopper.grouped_gemm.down_proj(s.a, s.w2, meta, tile=t),
+        ),
+        "d_input": (hopper.grouped_gemm.configs(d), lambda t: hopper.grouped_gemm.d_input(s.h, s.w1, meta, tile=t)),
+        "d_act": (
+            hopper.d_act.configs(n),
+            lambda t: hopper.d_act.d_act(s.x, s.w2, s.h, s.scores_R, meta, tile=t),
+        ),
+        "weight_grad_1": (
+            hopper.weight_grad.configs(d),
+            lambda t: hopper.weight_grad.weight_grad_1(s.x, s.h, s.w1, meta, tile=t),
+        ),
+        "weight_grad_2": (
+            hopper.weight_grad.configs(n),
+            lambda t: hopper.weight_grad.weight_grad_2(s.x, s.a, s.w2, meta, tile=t),
+        ),
+    }
+
+
+def hopper_tiles(dtype: torch.dtype, d: int, n: int) -> Wanted:
+    for kernel, (tiles, call) in _hopper(Sizes(dtype, d, n)).items():
+        for tile in tiles:
+            yield kernel, tile, partial(call, tile)
+
+
 def others(dtype: torch.dtype, d: int, n: int) -> Wanted:
     s = Sizes(dtype, d, n)
     row_idx = s.meta.row_idx_R
@@ -243,7 +282,7 @@ def tuned() -> Wanted:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("group", nargs="?", default="tiles", choices=("tiles", "variants", "others", "tuned"))
+    parser.add_argument("group", nargs="?", default="tiles", choices=("tiles", "variants", "others", "tuned", "hopper"))
     parser.add_argument("--dtype", default="bf16", choices=_DTYPES)
     parser.add_argument("--d", type=int, default=1536)
     parser.add_argument("--n", type=int, default=256)
@@ -255,6 +294,7 @@ def main() -> None:
         "tiles": lambda: tiles(*at, asked.distinct),
         "variants": lambda: variants(*at),
         "others": lambda: others(*at),
+        "hopper": lambda: hopper_tiles(*at),
         "tuned": tuned,
     }[asked.group]()
     for name, tile, call in wanted:

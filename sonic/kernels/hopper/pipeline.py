@@ -1,0 +1,307 @@
+"""What the warp-specialised kernels share: ring of operand blocks, producer, tensor-core loop, stores and descriptors.
+
+One persistent program per SM runs twelve warps: a producer fills a ring of stages in shared memory, by TMA or, where
+rows are gathered, by 16-byte cp.async; two consumer warpgroups multiply and write. Each stage has two barriers, `full`
+and `empty`. Two schedules:
+
+    cooperative   both warpgroups work on one output tile, half of its rows each
+    pingpong      they take whole tiles in turn (`turn` barriers): one's epilogue runs under the other's loop
+
+Bounds: descriptors keep the experts' axis, so a block past n or d reads zeros and writes nothing; a gathered row past
+the expert's end repeats its first row and is never stored.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from sonic.kernels.common import SMEM_LIMIT, Tile, TileTooLarge, next_power_of_2
+from sonic.kernels.hopper.gluon import (
+    TensorDescriptor,
+    aggregate,
+    async_copy,
+    copy_rows,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+#: Contraction block: rows of exactly one 128-byte swizzle atom of 16-bit numbers.
+BLOCK_K = 64
+#: Columns of one store and of one step of an epilogue.
+CHUNK = 64
+
+
+# Host
+
+
+def fits(tile: Tile, staging: int) -> None:
+    """Raise TileTooLarge when ring and `staging` bytes exceed an SM's shared memory, ValueError for a tile that no
+    schedule can run."""
+    rows = tile.m // 2 if tile.schedule == "cooperative" else tile.m
+    if tile.k != BLOCK_K or tile.m not in (64, 128, 256) or rows < 64 or not 64 <= tile.n <= 256:
+        raise ValueError(
+            f"tile {tile.m}x{tile.n}x{tile.k} with schedule {tile.schedule}: the hopper family takes k = {BLOCK_K}, "
+            "n in 64..256 and at least 64 rows per warpgroup"
+        )
+    if rows * tile.n > 128 * 128 + 64 * 128:
+        raise ValueError(f"tile {tile.m}x{tile.n} with schedule {tile.schedule} exceeds a warpgroup's registers")
+    need = tile.stages * (tile.m + tile.n) * tile.k * 2 + staging + 1024
+    if need > SMEM_LIMIT:
+        raise TileTooLarge(need, SMEM_LIMIT, f"tile {tile.m}x{tile.n}x{tile.k} with {tile.stages} stages")
+
+
+def fitting(tiles: list[Tile], columns: int, least: int = 64) -> list[Tile]:
+    """The tiles no wider than the columns that exist (`least` at least); all of them cut to that where none is."""
+    widest = max(least, next_power_of_2(columns))
+    return [t for t in tiles if t.n <= widest]
+
+
+@lru_cache
+def _layout(columns: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=rank)
+
+
+def _described(t: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    """A descriptor without the constructor's checks, which would cost more than a launch."""
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = t, shape, strides, block
+    made.layout, made.padding, made.round_f32_to_tf32 = _layout(block[-1], len(block)), "zero", False
+    return made
+
+
+def blocks(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Descriptor of a tensor as it is."""
+    return _described(t, list(t.shape), list(t.stride()), block)
+
+
+def ragged(t_RHn: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Descriptor of blocks (rows, CHUNK or BLOCK_K) that end at an expert's end, through `ragged_row`: see
+    `sonic.kernels.common.ragged`; H comes before the rows, so that a block is a matrix."""
+    return ragged_blocks(t_RHn, rows, CHUNK)
+
+
+def ragged_blocks(t_RHn: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """`ragged` with blocks of another width."""
+    row, half, one = t_RHn.stride()
+    return _described(
+        t_RHn,
+        [0x7FFF0000, 0x7FFF0000, t_RHn.shape[1], 0x40000000, t_RHn.shape[2]],
+        [2**34 - row, row, half, row, one],
+        [1, 1, 1, rows, columns],
+    )
+
+
+# Device
+
+
+@aggregate
+class Ring:
+    """Stages of both operands with their barriers; `turn` hands the tensor cores from one warpgroup to the other."""
+
+    a: gl.shared_memory_descriptor
+    b: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    turn: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+    PINGPONG: gl.constexpr
+    #: Whether an operand comes by cp.async, whose writes the tensor cores see only behind a fence.
+    COPIED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, a, b, full, empty, turn, STAGES, PINGPONG, COPIED):  # noqa: ANN204
+        self.a = a
+        self.b = b
+        self.full = full
+        self.empty = empty
+        self.turn = turn
+        self.STAGES = gl.constexpr(STAGES)
+        self.PINGPONG = gl.constexpr(PINGPONG)
+        self.COPIED = gl.constexpr(COPIED)
+
+
+@gluon.jit
+def new_ring(a, b, STAGES: gl.constexpr, PINGPONG: gl.constexpr, COPIED: gl.constexpr, COPY_WARPS: gl.constexpr):
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        # one arrival for the bytes of TMA, one of every thread that copies rows
+        mbarrier.init(full.index(i), count=(1 + 32 * COPY_WARPS) if COPIED else 1)
+        mbarrier.init(empty.index(i), count=1 if PINGPONG else 2)
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+    return Ring(a, b, full, empty, turn, STAGES, PINGPONG, COPIED)
+
+
+@gluon.jit
+def grouped_tile(pid, num_m, num_n, GROUP: gl.constexpr):
+    """Tile coordinates (m, n) of a linear id, as in `sonic.kernels.common`."""
+    per_group = GROUP * num_n
+    first = pid // per_group * GROUP
+    size = gl.minimum(num_m - first, GROUP)
+    within = pid % per_group
+    return first + within % size, within // size
+
+
+@gluon.jit
+def output_tile(map_ptr, limit, pid, num_m, num_n, GROUP: gl.constexpr):
+    """Of the pid-th output tile its expert, first row, the expert's end row and the column tile."""
+    m_tile, n_tile = grouped_tile(pid, num_m, num_n, GROUP)
+    expert = gl.load(map_ptr + m_tile)
+    row0 = gl.load(map_ptr + limit + m_tile)
+    end = gl.load(map_ptr + 2 * limit + m_tile)
+    return expert, row0, end, n_tile
+
+
+@gluon.jit
+def ragged_row(row, end):
+    """The row coordinate of a `ragged` descriptor; 0x40000000 and `end` stand before it."""
+    return 0x40000000 - end + row
+
+
+@gluon.jit
+def halves(x):
+    """Left and right half of the columns of a tile; both of a column pair sit in one thread, so nothing moves."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    return gl.split(x.reshape((M, 2, N // 2)).permute((0, 2, 1)))
+
+
+@gluon.jit
+def row_halves(x):
+    """Upper and lower half of the rows."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    return gl.split(x.reshape((2, M // 2, N)).permute((1, 2, 0)))
+
+
+@gluon.jit
+def produce(
+    ring, x_ptr, x_desc, w_desc, gather_ptr, map_ptr, limit, num_m, columns,
+    k_size: gl.constexpr, stride_x: gl.constexpr, H: gl.constexpr, GATHER: gl.constexpr, K_MAJOR: gl.constexpr,
+    BLOCK_M: gl.constexpr, W_BYTES: gl.constexpr, COLS: gl.constexpr, K: gl.constexpr,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring for a varlen-M product: rows of X, gathered or as they come, and blocks of an expert's weights.
+
+    The contraction runs over (H, k_size); COLS weight columns belong to one output tile.
+    """
+    steps: gl.constexpr = (k_size + K - 1) // K
+    num_n = (columns + COLS - 1) // COLS
+    x_bytes: gl.constexpr = BLOCK_M * K * 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (K // 8), K // 8], [WARPS, 1], [1, 0])
+    stage = 0
+    phase = 1
+    for pid in range(gl.program_id(0), num_m * num_n, PROGRAMS):
+        expert, row0, end, n_tile = output_tile(map_ptr, limit, pid, num_m, num_n, GROUP)
+        col0 = n_tile * COLS
+        if GATHER:
+            rows = row0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+            source = gl.load(gather_ptr + gl.where(rows < end, rows, row0)).to(gl.int64)
+            cols = gl.arange(0, K, layout=gl.SliceLayout(0, layout))
+            at = x_ptr + (gl.expand_dims(source * stride_x, 1) + gl.expand_dims(cols, 0))
+        for step in range(H * steps):
+            k0 = step * K
+            h = 0
+            if H > 1:
+                h = step // steps
+                k0 = step % steps * K
+            mbarrier.wait(ring.empty.index(stage), phase)
+            bar = ring.full.index(stage)
+            if GATHER:
+                mbarrier.expect(bar, W_BYTES)
+            else:
+                mbarrier.expect(bar, W_BYTES + x_bytes)
+                tma_load(x_desc, [h, row0, k0], bar, ring.a.index(stage))
+            if K_MAJOR:
+                tma_load(w_desc, [expert, h, col0, k0], bar, ring.b.index(stage))
+            else:
+                tma_load(w_desc, [expert, h, k0, col0], bar, ring.b.index(stage))
+            if GATHER:
+                if k_size % K == 0:
+                    copy_rows(ring.a.index(stage), at + k0)
+                else:
+                    copy_rows(ring.a.index(stage), at + k0, mask=gl.expand_dims(cols < k_size - k0, 0))
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            stage += 1
+            if stage == ring.STAGES:
+                stage = 0
+                phase ^= 1
+
+
+@gluon.jit
+def multiply(
+    ring, done, steps, turn_phase, WG: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    K: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+):  # fmt: skip
+    """Sum of `steps` products of blocks, the first of which is the `done`-th of this program; (ROWS, BLOCK_N) fp32."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc = gl.zeros((ROWS, BLOCK_N), gl.float32, layout=layout)
+    stage = done % ring.STAGES
+    phase = (done // ring.STAGES) & 1
+    if ring.PINGPONG:
+        mbarrier.wait(ring.turn.index(WG), turn_phase)
+    # a variable of its own: Triton 3.6 loses the loop's updates of a plain alias
+    last = (stage + ring.STAGES - 1) % ring.STAGES
+    for step in range(steps):
+        mbarrier.wait(ring.full.index(stage), phase)
+        if ring.COPIED:
+            fence_async_shared()
+        if A_K_MAJOR:
+            a = ring.a.index(stage).reshape((BLOCK_M, K))
+            if not ring.PINGPONG:
+                a = a.slice(WG * ROWS, ROWS, dim=0)
+        else:
+            a = ring.a.index(stage).reshape((K, BLOCK_M))
+            if not ring.PINGPONG:
+                a = a.slice(WG * ROWS, ROWS, dim=1)
+            a = a.permute((1, 0))
+        if B_K_MAJOR:
+            b = ring.b.index(stage).reshape((BLOCK_N, K)).permute((1, 0))
+        else:
+            b = ring.b.index(stage).reshape((K, BLOCK_N))
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, (acc,))
+        mbarrier.arrive(ring.empty.index(last), count=1, pred=step > 0)
+        last = stage
+        stage += 1
+        if stage == ring.STAGES:
+            stage = 0
+            phase ^= 1
+    if ring.PINGPONG:
+        mbarrier.arrive(ring.turn.index(1 - WG), count=1)
+    acc = warpgroup_mma_wait(0, (acc,))
+    mbarrier.arrive(ring.empty.index(last), count=1, pred=steps > 0)
+    return acc
+
+
+@gluon.jit
+def store_block(x, desc, staging, SLOT: gl.constexpr, c0, c1, c2, row, col):
+    """One block of x by TMA through the SLOT-th of the staging buffers, which are used in turn."""
+    BUFFERS: gl.constexpr = staging.shape[0]
+    tma.store_wait(pendings=BUFFERS - 1)
+    buffer = staging.index(SLOT % BUFFERS)
+    buffer.reshape(x.shape).store(x.to(desc.dtype))
+    fence_async_shared()
+    tma_store(desc, [c0, c1, c2, row, col], buffer)
+
+
+@gluon.jit
+def store_columns(x, desc, staging, SLOT: gl.constexpr, c0, c1, c2, row, col):
+    """All columns of x, CHUNK at a time."""
+    N: gl.constexpr = x.shape[1]
+    CHUNK: gl.constexpr = staging.shape[5]
+    if N == CHUNK:
+        store_block(x, desc, staging, SLOT, c0, c1, c2, row, col)
+    else:
+        left, right = halves(x)
+        store_columns(left, desc, staging, SLOT, c0, c1, c2, row, col)
+        store_columns(right, desc, staging, SLOT + N // 2 // CHUNK, c0, c1, c2, row, col + N // 2)
