@@ -8,8 +8,8 @@ Reads ids (T, K) int32. Writes, for R = T K rows:
     row_idx_R        slot -> row, the inverse of slot_idx
 
 Rows of one expert keep the order of their slots, so every later sum has one order: the layer is deterministic.
-Three launches: a histogram per block of slots, a prefix sum over blocks, and the scatter, which also maps output tiles
-of the usual height to experts; `tile_map` does so for another height.
+Three launches: a histogram per block of slots, a prefix sum over blocks and experts, and the scatter, which also maps
+output tiles of the usual height to experts; `tile_map` does so for another height.
 
 Example: ids [[0, 2], [2, 1]], E = 3 -> counts [1, 1, 2], offsets [0, 1, 2, 4], slot_idx [0, 3, 1, 2], gather_idx [0, 1,
 0, 1].
@@ -29,6 +29,10 @@ from sonic.shapes import Shape
 
 #: Slots per program; every pair of them is compared for the rank within the block.
 _BLOCK = 128
+#: Slots per program of `restore`.
+_RESTORE_BLOCK = 512
+#: Blocks and experts that one step of the prefix sum takes.
+_PREFIX_ROWS, _PREFIX_COLS = 1024, 4
 #: Tile height of most GEMM kernels, whose map comes with the metadata.
 _TILE_M = 64 if INTERPRET else 128
 
@@ -78,7 +82,7 @@ class TileMap:
 
 
 @triton.jit
-def _histogram_kernel(ids_ptr, partial_ptr, R, E, BLOCK: tl.constexpr, E_PAD: tl.constexpr):
+def _histogram_kernel(ids_ptr, partial_ptr, finished_ptr, R, E, BLOCK: tl.constexpr, E_PAD: tl.constexpr):
     block = tl.program_id(0)
     slots = block * BLOCK + tl.arange(0, BLOCK)
     # slots past the end fall into a bin of their own, which is not stored
@@ -86,11 +90,17 @@ def _histogram_kernel(ids_ptr, partial_ptr, R, E, BLOCK: tl.constexpr, E_PAD: tl
     counts = tl.histogram(ids, E_PAD)
     e = tl.arange(0, E_PAD)
     tl.store(partial_ptr + block.to(tl.int64) * E + e, counts, mask=e < E)
+    if block == 0:
+        tl.store(finished_ptr, 0)
 
 
 @triton.jit
-def _prefix_kernel(partial_ptr, counts_ptr, blocks, E, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Exclusive prefix over blocks, in place, for COLS experts; the totals are the counts."""
+def _prefix_kernel(
+    partial_ptr, counts_ptr, finished_ptr, offsets_ptr, blocks, E, R,
+    ROWS: tl.constexpr, COLS: tl.constexpr, E_PAD: tl.constexpr,
+):  # fmt: skip
+    """Exclusive prefix over blocks, in place, for COLS experts; the totals are the counts, and the program that ends
+    last turns all of them into offsets."""
     e = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros((COLS,), dtype=tl.int32)
     for first in range(0, blocks, ROWS):
@@ -102,54 +112,59 @@ def _prefix_kernel(partial_ptr, counts_ptr, blocks, E, ROWS: tl.constexpr, COLS:
         tl.store(at, inclusive - counts + total[None, :], mask=mask)
         total += tl.sum(counts, axis=0)
     tl.store(counts_ptr + e, total, mask=e < E)
+    tl.debug_barrier()  # every thread's counts, before one thread says so
+    if tl.atomic_add(finished_ptr, 1) == tl.num_programs(0) - 1:
+        every = tl.arange(0, E_PAD)
+        counts = tl.load(counts_ptr + every, mask=every < E, other=0, cache_modifier=".cg")
+        tl.store(offsets_ptr + every, tl.cumsum(counts, axis=0) - counts, mask=every < E)
+        tl.store(offsets_ptr + E, R)
 
 
 @triton.jit
-def _write_tile_map(table_ptr, first, counts, starts, E, limit, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
-    """Entries `first` .. `first + BLOCK` of a tile map, from the counts and starts of all experts (padded with
-    zeros)."""
+def _write_tile_map(
+    table_ptr, first, offsets_ptr, E, limit, TILE_M: tl.constexpr, BLOCK: tl.constexpr, E_PAD: tl.constexpr
+):
+    """Entries `first` .. `first + BLOCK` of a tile map."""
+    e = tl.arange(0, E_PAD)
+    starts = tl.load(offsets_ptr + e, mask=e < E, other=0)
+    counts = tl.load(offsets_ptr + e + 1, mask=e < E, other=0) - starts
     last_tile = tl.cumsum((counts + TILE_M - 1) // TILE_M, axis=0)
     total = tl.max(last_tile)
     tile = first + tl.arange(0, BLOCK)
     done = last_tile[None, :] <= tile[:, None]  # experts whose tiles all come before this one
     expert = tl.minimum(tl.sum(done.to(tl.int32), axis=1), E - 1)
     first_tile = tl.max(tl.where(done, last_tile[None, :], 0), axis=1)
-    start = tl.gather(starts, expert, 0)
+    start = tl.load(offsets_ptr + expert)
     inside = tile < total
     tl.store(table_ptr + tile, expert, mask=inside)
     tl.store(table_ptr + limit + tile, start + (tile - first_tile) * TILE_M, mask=inside)
-    tl.store(table_ptr + 2 * limit + tile, start + tl.gather(counts, expert, 0), mask=inside)
+    tl.store(table_ptr + 2 * limit + tile, tl.load(offsets_ptr + expert + 1), mask=inside)
     if first == 0:
         tl.store(table_ptr + 3 * limit, total)
 
 
 @triton.jit
 def _scatter_kernel(
-    ids_ptr, partial_ptr, counts_ptr, offsets_ptr, slot_idx_ptr, gather_idx_ptr, row_idx_ptr, table_ptr,
+    ids_ptr, partial_ptr, offsets_ptr, slot_idx_ptr, gather_idx_ptr, row_idx_ptr, table_ptr,
     R, E, K, blocks, limit, BLOCK: tl.constexpr, E_PAD: tl.constexpr, TILE_M: tl.constexpr, MAP_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first `blocks` programs place their slots, the others write the tile map."""
     block = tl.program_id(0)
-    e = tl.arange(0, E_PAD)
-    counts = tl.load(counts_ptr + e, mask=e < E, other=0)
-    # the offsets may not be in memory yet for this program, so they are picked out of the vector
-    starts = tl.cumsum(counts, axis=0) - counts
     if block >= blocks:
-        _write_tile_map(table_ptr, (block - blocks) * MAP_BLOCK, counts, starts, E, limit, TILE_M, MAP_BLOCK)
+        _write_tile_map(table_ptr, (block - blocks) * MAP_BLOCK, offsets_ptr, E, limit, TILE_M, MAP_BLOCK, E_PAD)
     else:
         slots = block * BLOCK + tl.arange(0, BLOCK)
         inside = slots < R
         ids = tl.load(ids_ptr + slots, mask=inside, other=-1)
-        # rank of a slot among the earlier slots of its block with the same expert: all pairs, since BLOCK is small
-        same = ids[:, None] == ids[None, :]
-        earlier = tl.arange(0, BLOCK)[:, None] > tl.arange(0, BLOCK)[None, :]
-        rank = tl.sum((same & earlier).to(tl.int32), axis=1)
-        if block == 0:
-            tl.store(offsets_ptr + e, starts, mask=e < E)
-            tl.store(offsets_ptr + E, R)
-        start = tl.gather(starts, tl.where(inside, ids, 0), 0)
+        start = tl.load(offsets_ptr + ids, mask=inside, other=0)
         before = tl.load(partial_ptr + block.to(tl.int64) * E + ids, mask=inside, other=0)
-        row = start + before + rank
+        row = start + before
+        # plus the rank among the earlier slots of the block with the same expert: all pairs, 32 at a time to save
+        # registers
+        for first in tl.range(block * BLOCK, (block + 1) * BLOCK, 32):
+            others = first + tl.arange(0, 32)
+            same = ids[:, None] == tl.load(ids_ptr + others, mask=others < R, other=-1)[None, :]
+            row += tl.sum((same & (others[None, :] < slots[:, None])).to(tl.int32), axis=1)
         tl.store(slot_idx_ptr + row, slots, mask=inside)
         tl.store(gather_idx_ptr + row, slots // K, mask=inside)
         tl.store(row_idx_ptr + slots, row, mask=inside)
@@ -162,10 +177,7 @@ def _restore_kernel(
 ):  # fmt: skip
     block = tl.program_id(0)
     if block >= blocks:
-        e = tl.arange(0, E_PAD)
-        starts = tl.load(offsets_ptr + e, mask=e < E, other=0)
-        counts = tl.load(offsets_ptr + e + 1, mask=e < E, other=0) - starts
-        _write_tile_map(table_ptr, (block - blocks) * MAP_BLOCK, counts, starts, E, limit, TILE_M, MAP_BLOCK)
+        _write_tile_map(table_ptr, (block - blocks) * MAP_BLOCK, offsets_ptr, E, limit, TILE_M, MAP_BLOCK, E_PAD)
     else:
         slot = block * BLOCK + tl.arange(0, BLOCK)
         mask = slot < R
@@ -177,10 +189,7 @@ def _restore_kernel(
 
 @triton.jit
 def _tile_map_kernel(offsets_ptr, table_ptr, E, limit, TILE_M: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr):
-    e = tl.arange(0, E_PAD)
-    starts = tl.load(offsets_ptr + e, mask=e < E, other=0)
-    counts = tl.load(offsets_ptr + e + 1, mask=e < E, other=0) - starts
-    _write_tile_map(table_ptr, tl.program_id(0) * BLOCK, counts, starts, E, limit, TILE_M, BLOCK)
+    _write_tile_map(table_ptr, tl.program_id(0) * BLOCK, offsets_ptr, E, limit, TILE_M, BLOCK, E_PAD)
 
 
 def _new_tile_map(offsets_E1: torch.Tensor, R: int, m: int) -> TileMap:
@@ -191,7 +200,7 @@ def _new_tile_map(offsets_E1: torch.Tensor, R: int, m: int) -> TileMap:
 
 def _map_block(e_pad: int) -> int:
     """Entries of a tile map per program: each is compared with all experts."""
-    return 64 if INTERPRET else max(2, min(64, 8192 // e_pad))
+    return 64 if INTERPRET else max(2, min(64, 2048 // e_pad))
 
 
 def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
@@ -203,25 +212,30 @@ def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
     T, K = ids_TK.shape
     R = T * K
     new = lambda size: torch.empty(size, dtype=torch.int32, device=ids_TK.device)  # noqa: E731
-    counts = new(E)
     out = Metadata(new(E + 1), new(R), new(R), new(R), T)
     if R == 0:
         out.offsets_E1.zero_()
         return out
     blocks = cdiv(R, _BLOCK)
-    partial = new(blocks * E)
+    partial, counts, finished = new(blocks * E + E + 1).split([blocks * E, E, 1])
     e_pad = next_power_of_2(E + 1)
-    launch(_histogram_kernel, (blocks,), (ids_TK, partial, R, E, _BLOCK, e_pad))
-    launch(_prefix_kernel, (cdiv(E, 16),), (partial, counts, blocks, E, 64 if blocks < 256 else 256, 16))
+    launch(_histogram_kernel, (blocks,), (ids_TK, partial, finished, R, E, _BLOCK, e_pad))
+    launch(
+        _prefix_kernel, (cdiv(E, _PREFIX_COLS),),
+        (
+            partial, counts, finished, out.offsets_E1, blocks, E, R,
+            min(_PREFIX_ROWS, next_power_of_2(blocks)), _PREFIX_COLS, e_pad,
+        ),
+        num_warps=8,
+    )  # fmt: skip
     tiles = out.maps[_TILE_M] = _new_tile_map(out.offsets_E1, R, _TILE_M)
     per_program = _map_block(e_pad)
     launch(
         _scatter_kernel, (blocks + cdiv(tiles.limit, per_program),),
         (
-            ids_TK, partial, counts, out.offsets_E1, out.slot_idx_R, out.gather_idx_R, out.row_idx_R, tiles.table,
+            ids_TK, partial, out.offsets_E1, out.slot_idx_R, out.gather_idx_R, out.row_idx_R, tiles.table,
             R, E, K, blocks, tiles.limit, _BLOCK, e_pad, _TILE_M, per_program,
         ),
-        num_warps=8,
     )  # fmt: skip
     return out
 
@@ -250,13 +264,13 @@ def restore(
     meta = Metadata(offsets_E1, slot_idx, gather_idx, row_idx_R, T)
     if R:
         tiles = meta.maps[_TILE_M] = _new_tile_map(offsets_E1, R, _TILE_M)
-        blocks, e_pad = cdiv(R, 1024), next_power_of_2(E)
+        blocks, e_pad = cdiv(R, _RESTORE_BLOCK), next_power_of_2(E)
         per_program = _map_block(e_pad)
         launch(
             _restore_kernel, (blocks + cdiv(tiles.limit, per_program),),
             (
                 row_idx_R, scores_TK, offsets_E1, slot_idx, gather_idx, scores_R, tiles.table,
-                R, E, K, blocks, tiles.limit, 1024, e_pad, _TILE_M, per_program,
+                R, E, K, blocks, tiles.limit, _RESTORE_BLOCK, e_pad, _TILE_M, per_program,
             ),
         )  # fmt: skip
     return meta, scores_R

@@ -20,39 +20,44 @@ from sonic.shapes import Shape
 @triton.jit
 def _topk_kernel(
     logits_ptr, scores_ptr, ids_ptr, T, E, stride_t,
-    K: tl.constexpr, K_PAD: tl.constexpr, E_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+    K: tl.constexpr, E_PAD: tl.constexpr, WIDE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, E_PAD)
-    k = tl.arange(0, K_PAD)
-    x = tl.load(
-        logits_ptr + t.to(tl.int64)[:, None] * stride_t + e[None, :],
-        mask=(t < T)[:, None] & (e < E)[None, :], other=float("-inf"),
-    ).to(tl.float32)  # fmt: skip
-    x = tl.where(x != x, float("nan"), x)  # one NaN, positive, above +inf
-    x = tl.where(x == 0.0, 0.0, x)  # one zero: the two differ in their bits, and would not tie
-    bits = x.to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that sort as the floats do
-    key = (order.to(tl.int64) << 16) | (E_PAD - 1 - e)[None, :]
+    inside = (t < T)[:, None] & (e < E)[None, :]
+    at = logits_ptr + t.to(tl.int64)[:, None] * stride_t + e[None, :]
+    raw = tl.load(at, mask=inside, other=float("-inf"))
+    x = raw.to(tl.float32)
+    if WIDE:
+        bits = x.to(tl.int32, bitcast=True)
+        order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that sort as the floats do
+        order = tl.where(x != x, 0x7FFFFFFF, order)  # one NaN, above +inf
+        key_type: tl.constexpr = tl.int64
+        lowest: tl.constexpr = -(1 << 62)
+    else:
+        # 16 bits leave room for the index in a key of 32, whose maximum costs a third
+        bits = raw.to(tl.int16, bitcast=True).to(tl.int32)
+        order = tl.where(x != x, 0x7FFF, bits ^ ((bits >> 15) & 0x7FFF))
+        key_type: tl.constexpr = tl.int32
+        lowest: tl.constexpr = -(1 << 31)
+    order = tl.where(x == 0.0, 0, order)  # one zero: the two differ in their bits, and would not tie
+    key = (order.to(key_type) << 16) | (0xFFFF - e)[None, :]
     # columns past E lose to every real one, -inf among them
-    key = tl.where((e < E)[None, :], key, -(1 << 62))
-    values = tl.full((BLOCK_T, K_PAD), float("-inf"), tl.float32)
-    ids = tl.zeros((BLOCK_T, K_PAD), tl.int32)
+    key = tl.where((e < E)[None, :], key, lowest)
+    # Everything stays where the logits are: results in a block (BLOCK_T, K) of their own would cross shared memory K
+    # times.
+    rank = tl.full((BLOCK_T, E_PAD), K, tl.int32)
     for i in tl.range(K):
-        best = tl.max(key, axis=1)
-        index = E_PAD - 1 - (best & 0xFFFF).to(tl.int32)
-        picked = (best >> 16).to(tl.int32)
-        value = (picked ^ ((picked >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        values = tl.where((k == i)[None, :], value[:, None], values)
-        ids = tl.where((k == i)[None, :], index[:, None], ids)
-        key = tl.where(key == best[:, None], -(1 << 62), key)
-    shifted = tl.where((k < K)[None, :], values - tl.max(values, axis=1)[:, None], float("-inf"))
-    p = tl.exp(shifted)
+        best = key == tl.max(key, axis=1)[:, None]
+        rank = tl.where(best, i, rank)
+        key = tl.where(best, lowest, key)
+    chosen = inside & (rank < K)
+    largest = tl.sum(tl.where(rank == 0, x, 0.0), axis=1)
+    p = tl.where(chosen, tl.exp(x - largest[:, None]), 0.0)
     p = p / tl.sum(p, axis=1)[:, None]
-    out = t.to(tl.int64)[:, None] * K + k[None, :]
-    mask = (t < T)[:, None] & (k < K)[None, :]
-    tl.store(scores_ptr + out, p, mask=mask)
-    tl.store(ids_ptr + out, ids, mask=mask)
+    out = t.to(tl.int64)[:, None] * K + rank
+    tl.store(scores_ptr + out, p, mask=chosen)
+    tl.store(ids_ptr + out, tl.broadcast_to(e[None, :], (BLOCK_T, E_PAD)), mask=chosen)
 
 
 @triton.jit
@@ -102,7 +107,7 @@ def router_topk(logits_TE: torch.Tensor, K: int) -> tuple[torch.Tensor, torch.Te
         launch(
             _topk_kernel,
             (cdiv(T, block),),
-            (logits_TE, scores, ids, T, E, logits_TE.stride(0), K, next_power_of_2(K), e_pad, block),
+            (logits_TE, scores, ids, T, E, logits_TE.stride(0), K, e_pad, logits_TE.element_size() == 4, block),
         )
     return scores, ids
 
