@@ -7,6 +7,8 @@ On a CUDA device four times are taken and never mixed:
               to last kernel's end. Both from CUPTI (torch.profiler).
   graph_us    replay of a CUDA graph of the same call, the cache flushed between replays.
   enqueue_us  host time of a call that follows another without a wait, as in a training loop, the queue far from full.
+In the passes for device_us and graph_us the card rests after each sample for as long as the call took. Otherwise what
+enqueues slowly would leave it idle, and cool, for part of the time, and run at higher clocks than what keeps it busy.
 Samples are returned, never their mean. The flush inverts a buffer of twice the L2 cache's size, by a kernel whose name
 no implementation uses, so that it also marks where one sample ends and the next begins in the profiler's record. On a
 CPU only wall-clock samples are taken, and returned as event_us; everything else is None.
@@ -26,10 +28,14 @@ from torch.profiler import ProfilerActivity
 
 from sonic.record import Clocks, KernelTime, Method, Settings
 
-METHOD_VERSION = 1
+METHOD_VERSION = 2
 
 #: Name of the kernel by which the flush, and nothing else, shows in a profile.
 FLUSH_KERNEL = "bitwise_not"
+#: Name of the kernel that waits while the card rests.
+REST_KERNEL = "spin_kernel"
+#: What that kernel counts, per microsecond; between the clocks at rest and at full load.
+REST_CYCLES_PER_US = 1500
 #: Ends of the names by which the profiler shows a wait as if it were work of the device.
 HOST_MARKS = (" Sync", " Wait Event")
 PROFILED_SAMPLES = 10
@@ -158,6 +164,16 @@ class Flush:
         self._buffer.bitwise_not_()
 
 
+class _Rest:
+    """Keeps the device from working, when called, for as long as a call took; asynchronous, as `Flush`."""
+
+    def __init__(self, event_us: Sequence[float]) -> None:
+        self._cycles = int(statistics.median(event_us) * REST_CYCLES_PER_US)
+
+    def __call__(self) -> None:
+        torch.cuda._sleep(self._cycles)
+
+
 def _warm_up(work: Work, warmup_ms: float) -> tuple[int, float]:
     """Calls, each waited for, until `warmup_ms` have passed; returns how many, and the seconds of the last."""
     calls, seconds, started = 0, 0.0, time.perf_counter()
@@ -188,7 +204,8 @@ def _cuda_times(work: Work, device: torch.device, settings: Settings) -> Times:
     )
     found.enqueue_us = _enqueue_times(work, min(wanted, ENQUEUE_SAMPLES))
     if settings.profile:
-        samples = split_samples(_profile(work, min(wanted, PROFILED_SAMPLES), flush, readings))
+        rest = _Rest(event_us)
+        samples = split_samples(_profile(work, min(wanted, PROFILED_SAMPLES), flush, rest, readings))
         if samples:
             found.device_us = [busy_us(sample) for sample in samples]
             found.span_us = [span_us(sample) for sample in samples]
@@ -197,7 +214,9 @@ def _cuda_times(work: Work, device: torch.device, settings: Settings) -> Times:
         else:
             found.notes.append("device_us: the profiler recorded no kernels")
     if settings.graph:
-        found.graph_us, refusal, found.poisoned = _graph_times(work, min(wanted, GRAPH_SAMPLES), flush, readings)
+        found.graph_us, refusal, found.poisoned = _graph_times(
+            work, min(wanted, GRAPH_SAMPLES), flush, _Rest(event_us), readings
+        )
         if refusal is not None:
             found.notes.append(f"graph_us: {refusal}")
     work.clear()
@@ -206,8 +225,9 @@ def _cuda_times(work: Work, device: torch.device, settings: Settings) -> Times:
 
 
 def _event_times(
-    call: Callable[[], object], clear: Callable[[], object], samples: int, flush: Flush, readings: Readings
-) -> list[float]:
+    call: Callable[[], object], clear: Callable[[], object], samples: int, flush: Flush, readings: Readings,
+    rest: Callable[[], object] = lambda: None,
+) -> list[float]:  # fmt: skip
     """Microseconds between two events around the call, queued without waiting in between; clocks are read before the
     queue has drained."""
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
@@ -218,6 +238,7 @@ def _event_times(
         begin.record()
         call()
         end.record()
+        rest()
     readings.take()
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
@@ -238,7 +259,7 @@ def _enqueue_times(work: Work, samples: int) -> list[float]:
     return taken
 
 
-def _profile(work: Work, samples: int, flush: Flush, readings: Readings) -> list[Interval]:
+def _profile(work: Work, samples: int, flush: Flush, rest: _Rest, readings: Readings) -> list[Interval]:
     """Device activities of one discarded and `samples` kept calls, each behind a flush, and of a last flush."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -246,6 +267,7 @@ def _profile(work: Work, samples: int, flush: Flush, readings: Readings) -> list
             work.clear()
             flush()
             work()
+            rest()
         readings.take()
         flush()
         torch.cuda.synchronize()
@@ -253,12 +275,15 @@ def _profile(work: Work, samples: int, flush: Flush, readings: Readings) -> list
 
 
 def device_intervals(events: Iterable[Any]) -> list[Interval]:
-    """Kernels, memsets and copies among the profiler's events, by start; marks of the host are left out."""
+    """Kernels, memsets and copies among the profiler's events, by start; marks of the host and rests are left out."""
     cuda = torch.autograd.DeviceType.CUDA
     found = [
         Interval(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in events
-        if event.device_type() == cuda and not event.is_user_annotation() and not event.name().endswith(HOST_MARKS)
+        if event.device_type() == cuda
+        and not event.is_user_annotation()
+        and not event.name().endswith(HOST_MARKS)
+        and REST_KERNEL not in event.name()
     ]
     return sorted(found, key=lambda interval: interval.start_ns)
 
@@ -329,7 +354,7 @@ def with_costs(kernels: Sequence[KernelTime], costs: Iterable[KernelTime]) -> li
 
 
 def _graph_times(
-    work: Work, samples: int, flush: Flush, readings: Readings
+    work: Work, samples: int, flush: Flush, rest: _Rest, readings: Readings
 ) -> tuple[list[float] | None, str | None, bool]:
     """Replay times, or None and the reason; and whether a failed capture left the process unusable."""
     work.clear()
@@ -351,7 +376,7 @@ def _graph_times(
         with torch.cuda.graph(graph):
             work()
         graph.replay()
-        replayed = _event_times(graph.replay, lambda: None, samples, flush, readings)
+        replayed = _event_times(graph.replay, lambda: None, samples, flush, readings, rest)
     except Exception as error:
         return None, f"capture failed: {_first_line(error)}", not _usable()
     finally:

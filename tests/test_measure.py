@@ -243,6 +243,7 @@ def driver(monkeypatch):
     nothing = lambda *_, **__: None  # noqa: E731
     monkeypatch.setattr(torch.cuda, "synchronize", nothing)
     monkeypatch.setattr(torch.cuda, "empty_cache", nothing)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: fake.launch(measure.REST_KERNEL, cycles))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: fake.Stream())
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: fake.sync_mode)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
@@ -286,6 +287,13 @@ def test_cuda_times_leave_the_flush_out(driver):
     assert found.notes == [] and not found.poisoned
     first = driver.log.index("flush")
     assert driver.log[first - 1 : first + 3] == ["clear", "flush", "fwd", "bwd"]
+
+
+def test_the_card_rests_after_each_profiled_and_each_replayed_sample(driver):
+    measure.times(cuda_work(driver), torch.device("cuda", 0), Settings(samples=3, warmup_ms=0.0))
+    rested = [i for i, name in enumerate(driver.log) if name == measure.REST_KERNEL]
+    assert len(rested) == 4 + 3  # the profiler's pass has a sample more, which is not kept
+    assert {driver.log[i - 1] for i in rested} == {"bwd", "replay"}
 
 
 def test_what_is_switched_off_is_not_taken(driver):

@@ -28,6 +28,8 @@ from sonic.kernels.hopper.pipeline import (
     ragged,
     ragged_row,
     row_halves,
+    take_turn,
+    zeros,
 )
 from sonic.kernels.metadata import Metadata
 
@@ -36,13 +38,13 @@ _SLOTS = 2
 
 
 def configs(n: int) -> list[Tile]:
-    """Tiles worth trying; the epilogue is as long as the loop where n is small, so it should run under another's."""
+    """Tiles worth trying; `buffers` counts blocks of A' on their way out."""
     tiles = [
-        HopperTile(128, 128, stages=4, schedule="pingpong"),
-        HopperTile(128, 128, stages=4, schedule="pingpong", group=4),
-        HopperTile(128, 256, stages=3),
-        HopperTile(128, 256, stages=3, group=4),
         HopperTile(128, 128, stages=4),
+        HopperTile(128, 128, stages=4, group=4),
+        HopperTile(128, 256, stages=3, buffers=1),
+        HopperTile(128, 256, stages=3, buffers=1, group=4),
+        HopperTile(128, 128, stages=4, schedule="pingpong", buffers=1),
         HopperTile(128, 64, stages=5, schedule="pingpong"),
     ]
     return fitting(tiles, n)
@@ -64,7 +66,7 @@ def _load_h(PART: gl.constexpr, h_desc, h_slots, loaded, end, row0, col0, PER_RO
 
 @gluon.jit
 def _chunk(
-    da_prime, PART: gl.constexpr, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_block, loaded, end, row0, col0,
+    da_prime, PART: gl.constexpr, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_blocks, loaded, end, row0, col0,
     PER_ROW: gl.constexpr, CHUNKS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """dH and A' of the PART-th chunk, stored; returns its part of dS."""
@@ -89,12 +91,16 @@ def _chunk(
     s = gl.expand_dims(scores, 1)
     da = da_prime * s
     dgate = da * up * (sigmoid + silu * (1.0 - sigmoid))
-    # what was stored before has left its slot, which can take the next load
-    tma.store_wait(pendings=0)
     if PART >= 1 and PART - 1 + SLOTS < CHUNKS:
+        # the chunk before has left its slot, which can take the next load
+        tma.store_wait(pendings=0)
         _load_h(PART - 1 + SLOTS, h_desc, h_slots, loaded, end, row0, col0, PER_ROW)
+    else:
+        # A' blocks are used in turn; a chunk makes three stores
+        tma.store_wait(pendings=3 * (ap_blocks.shape[0] - 1))
     gate_block.store(dgate.to(dtype))
     up_block.store((da * silu).to(dtype))
+    ap_block = ap_blocks.index(PART % ap_blocks.shape[0])
     ap_block.reshape((ROWS, CHUNK)).store((a * s).to(dtype))
     fence_async_shared()
     row = ragged_row(row0 + PART // PER_ROW * ROWS, end)
@@ -107,7 +113,7 @@ def _chunk(
 
 @gluon.jit
 def _columns(
-    da_prime, PART: gl.constexpr, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_block, loaded, end, row0, col0,
+    da_prime, PART: gl.constexpr, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_blocks, loaded, end, row0, col0,
     PER_ROW: gl.constexpr, CHUNKS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """`_chunk` over all columns of da_prime, the first of which is in chunk PART."""
@@ -115,18 +121,18 @@ def _columns(
     CHUNK: gl.constexpr = h_slots.shape[5]
     if N == CHUNK:
         ds = _chunk(
-            da_prime, PART, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_block, loaded, end, row0, col0,
+            da_prime, PART, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_blocks, loaded, end, row0, col0,
             PER_ROW, CHUNKS, layout,
         )  # fmt: skip
     else:
         left, right = halves(da_prime)
         NEXT: gl.constexpr = PART + N // 2 // CHUNK
         ds = _columns(
-            left, PART, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_block, loaded, end, row0, col0,
+            left, PART, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_blocks, loaded, end, row0, col0,
             PER_ROW, CHUNKS, layout,
         )  # fmt: skip
         ds += _columns(
-            right, NEXT, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_block, loaded, end, row0, col0,
+            right, NEXT, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_blocks, loaded, end, row0, col0,
             PER_ROW, CHUNKS, layout,
         )  # fmt: skip
     return ds
@@ -134,11 +140,12 @@ def _columns(
 
 @gluon.jit
 def _consume(
-    WG: gl.constexpr, ring, h_desc, dh_desc, ap_desc, scores_ptr, ds_ptr, h_slots, ap_block, loaded,
+    WG: gl.constexpr, ring, h_desc, dh_desc, ap_desc, scores_ptr, ds_ptr, h_slots, ap_blocks, loaded,
     map_ptr, limit, num_m, R, d: gl.constexpr, n: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     steps: gl.constexpr = (d + K - 1) // K
+    EARLY: gl.constexpr = steps // 4
     ROWS: gl.constexpr = BLOCK_M if ring.PINGPONG else BLOCK_M // 2
     STRIDE: gl.constexpr = 2 if ring.PINGPONG else 1
     FIRST: gl.constexpr = WG if ring.PINGPONG else 0
@@ -151,27 +158,41 @@ def _consume(
     gl.static_assert(CHUNKS % SLOTS == 0)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     num_n = (n + BLOCK_N - 1) // BLOCK_N
+    num_tiles = num_m * num_n
     done = FIRST * steps
     turn_phase = 1 - WG
     tiles = 0
-    for pid in range(gl.program_id(0) + FIRST * PROGRAMS, num_m * num_n, STRIDE * PROGRAMS):
-        _expert, first_row, end, n_tile = output_tile(map_ptr, limit, pid, num_m, num_n, GROUP)
-        row0 = first_row
+    first = gl.program_id(0) + FIRST * PROGRAMS
+    # where a tile lies is read one tile ahead, since its H is loaded before anything else
+    _e, row1, end1, n_tile1 = output_tile(map_ptr, limit, gl.minimum(first, num_tiles - 1), num_m, num_n, GROUP)
+    for pid in range(first, num_tiles, STRIDE * PROGRAMS):
+        row0 = row1 + 0
+        end = end1 + 0
+        n_tile = n_tile1 + 0
+        _e, row1, end1, n_tile1 = output_tile(
+            map_ptr, limit, gl.minimum(pid + STRIDE * PROGRAMS, num_tiles - 1), num_m, num_n, GROUP
+        )
         if not ring.PINGPONG:
             row0 += WG * ROWS
         col0 = n_tile * BLOCK_N
+        rows = row0 + gl.arange(0, CHUNK_ROWS, layout=gl.SliceLayout(1, layout))
+        scores = gl.load(scores_ptr + rows, mask=rows < end, other=0.0)
+        take_turn(ring, turn_phase, WG)
+        acc = zeros(ROWS, BLOCK_N)
+        if EARLY > 0:
+            acc = multiply(ring, acc, done, EARLY, WG, BLOCK_M, K, True, False, False)
+        # the slots double as staging: they can take H once the last tile's results have left them, which is waited for
+        # only after the loop has begun
         tma.store_wait(pendings=0)
         for i in gl.static_range(SLOTS):
             _load_h(i, h_desc, h_slots, loaded, end, row0, col0, PER_ROW)
-        rows = row0 + gl.arange(0, CHUNK_ROWS, layout=gl.SliceLayout(1, layout))
-        scores = gl.load(scores_ptr + rows, mask=rows < end, other=0.0)
-        acc = multiply(ring, done, steps, turn_phase, WG, ROWS, BLOCK_M, BLOCK_N, K, True, False)
+        acc = multiply(ring, acc, done + EARLY, steps - EARLY, WG, BLOCK_M, K, True, False, True)
         turn_phase ^= 1
         done += STRIDE * steps
         ds_at = ds_ptr + n_tile.to(gl.int64) * R
         if PARTS == 1:
             ds = _columns(
-                acc, 0, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_block, loaded, end, row0, col0,
+                acc, 0, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_blocks, loaded, end, row0, col0,
                 PER_ROW, CHUNKS, layout,
             )  # fmt: skip
             gl.store(ds_at + rows, ds, mask=rows < end)
@@ -179,14 +200,14 @@ def _consume(
             gl.static_assert(PARTS == 2)
             upper, lower = row_halves(acc)
             ds = _columns(
-                upper, 0, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_block, loaded, end, row0, col0,
+                upper, 0, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_blocks, loaded, end, row0, col0,
                 PER_ROW, CHUNKS, layout,
             )  # fmt: skip
             gl.store(ds_at + rows, ds, mask=rows < end)
             rows += CHUNK_ROWS
             scores = gl.load(scores_ptr + rows, mask=rows < end, other=0.0)
             ds = _columns(
-                lower, PER_ROW, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_block, loaded, end, row0, col0,
+                lower, PER_ROW, tiles, scores, h_desc, dh_desc, ap_desc, h_slots, ap_blocks, loaded, end, row0, col0,
                 PER_ROW, CHUNKS, layout,
             )  # fmt: skip
             gl.store(ds_at + rows, ds, mask=rows < end)
@@ -199,7 +220,7 @@ def _d_act_kernel(
     do_ptr, do_desc, w2_desc, h_desc, dh_desc, ap_desc, scores_ptr, ds_ptr, gather_ptr, map_ptr, limit, R,
     d: gl.constexpr, n: gl.constexpr, stride_do: gl.constexpr, GATHER: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
-    SLOTS: gl.constexpr, CHUNK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    SLOTS: gl.constexpr, BUFFERS: gl.constexpr, CHUNK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = 4 if GATHER else 1
     dtype: gl.constexpr = w2_desc.dtype
@@ -212,8 +233,8 @@ def _d_act_kernel(
     ring = new_ring(do, w, STAGES, PINGPONG, GATHER, WARPS)
     h_slots0 = gl.allocate_shared_memory(dtype, [2 * SLOTS, 1, 1, 1, 64, CHUNK], h_desc.layout)
     h_slots1 = gl.allocate_shared_memory(dtype, [2 * SLOTS, 1, 1, 1, 64, CHUNK], h_desc.layout)
-    ap_block0 = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, CHUNK], ap_desc.layout)
-    ap_block1 = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, CHUNK], ap_desc.layout)
+    ap_blocks0 = gl.allocate_shared_memory(dtype, [BUFFERS, 1, 1, 1, 64, CHUNK], ap_desc.layout)
+    ap_blocks1 = gl.allocate_shared_memory(dtype, [BUFFERS, 1, 1, 1, 64, CHUNK], ap_desc.layout)
     loaded0 = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     loaded1 = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -228,11 +249,11 @@ def _d_act_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                W0, ring, h_desc, dh_desc, ap_desc, scores_ptr, ds_ptr, h_slots0, ap_block0, loaded0,
+                W0, ring, h_desc, dh_desc, ap_desc, scores_ptr, ds_ptr, h_slots0, ap_blocks0, loaded0,
                 map_ptr, limit, num_m, R, d, n, BLOCK_M, BLOCK_N, K, GROUP, PROGRAMS,
             )),
             (_consume, (
-                W1, ring, h_desc, dh_desc, ap_desc, scores_ptr, ds_ptr, h_slots1, ap_block1, loaded1,
+                W1, ring, h_desc, dh_desc, ap_desc, scores_ptr, ds_ptr, h_slots1, ap_blocks1, loaded1,
                 map_ptr, limit, num_m, R, d, n, BLOCK_M, BLOCK_N, K, GROUP, PROGRAMS,
             )),
             (produce, (
@@ -240,7 +261,7 @@ def _d_act_kernel(
                 d, stride_do, ONE, GATHER, NO, BLOCK_M, W_BYTES, BLOCK_N, K, GROUP, PROGRAMS, WARPS,
             )),
         ],
-        [4, WARPS], [232, 40],
+        [4, WARPS], [224, 56],
     )  # fmt: skip
 
 
@@ -259,7 +280,7 @@ def d_act(
     dh = torch.empty(R, 2 * n, dtype=do.dtype, device=do.device)
     ap = torch.empty(R, n, dtype=do.dtype, device=do.device)
     ds = torch.empty(cdiv(n, tile.n), R, dtype=torch.float32, device=do.device)
-    fits(tile, 2 * (2 * _SLOTS + 1) * 64 * CHUNK * 2)
+    fits(tile, 2 * (2 * _SLOTS + tile.buffers) * 64 * CHUNK * 2)
     tiles = meta.tile_map(tile.m)
     programs = num_sms(do.device)
     launch(
@@ -270,7 +291,7 @@ def d_act(
             ragged(h_R2n.view(R, 2, n), 64), ragged(dh.view(R, 2, n), 64), ragged(ap[:, None], 64),
             scores_R, ds, meta.gather_idx_R if gather else None, tiles.table, tiles.limit, R,
             d, n, do.stride(0), gather, tile.m, tile.n, tile.k, tile.stages, tile.schedule == "pingpong",
-            _SLOTS, CHUNK, tile.group, programs,
+            _SLOTS, tile.buffers, CHUNK, tile.group, programs,
         ),
         **tile.options(),
     )  # fmt: skip

@@ -29,6 +29,8 @@ from sonic.kernels.hopper.pipeline import (
     ragged,
     ragged_row,
     store_columns,
+    take_turn,
+    zeros,
 )
 from sonic.kernels.metadata import Metadata
 
@@ -60,7 +62,8 @@ def _consume(
     turn_phase = 1 - WG
     for pid in range(gl.program_id(0) + FIRST * PROGRAMS, num_m * num_n, STRIDE * PROGRAMS):
         _expert, row0, end, n_tile = output_tile(map_ptr, limit, pid, num_m, num_n, GROUP)
-        acc = multiply(ring, done, steps, turn_phase, WG, ROWS, BLOCK_M, BLOCK_N, K, True, K_MAJOR)
+        take_turn(ring, turn_phase, WG)
+        acc = multiply(ring, zeros(ROWS, BLOCK_N), done, steps, WG, BLOCK_M, K, True, K_MAJOR, True)
         turn_phase ^= 1
         done += STRIDE * steps
         row = row0

@@ -192,22 +192,34 @@ def produce(
 ):  # fmt: skip
     """Fill the ring for a varlen-M product: rows of X, gathered or as they come, and blocks of an expert's weights.
 
-    The contraction runs over (H, k_size); COLS weight columns belong to one output tile.
+    The contraction runs over (H, k_size); COLS weight columns belong to one output tile. Where a tile lies is read two
+    tiles ahead and its row indices one tile ahead: a load that waits for a load would leave the ring empty between
+    tiles.
     """
     steps: gl.constexpr = (k_size + K - 1) // K
     num_n = (columns + COLS - 1) // COLS
+    num_tiles = num_m * num_n
     x_bytes: gl.constexpr = BLOCK_M * K * 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (K // 8), K // 8], [WARPS, 1], [1, 0])
+    rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+    cols = gl.arange(0, K, layout=gl.SliceLayout(0, layout))
+    first = gl.program_id(0)
+    expert, row0, end, n_tile = output_tile(map_ptr, limit, gl.minimum(first, num_tiles - 1), num_m, num_n, GROUP)
+    expert1, row1, end1, n_tile1 = output_tile(
+        map_ptr, limit, gl.minimum(first + PROGRAMS, num_tiles - 1), num_m, num_n, GROUP
+    )
+    if GATHER:
+        source = gl.load(gather_ptr + gl.where(row0 + rows < end, row0 + rows, row0))
     stage = 0
     phase = 1
-    for pid in range(gl.program_id(0), num_m * num_n, PROGRAMS):
-        expert, row0, end, n_tile = output_tile(map_ptr, limit, pid, num_m, num_n, GROUP)
+    for pid in range(first, num_tiles, PROGRAMS):
+        expert2, row2, end2, n_tile2 = output_tile(
+            map_ptr, limit, gl.minimum(pid + 2 * PROGRAMS, num_tiles - 1), num_m, num_n, GROUP
+        )
         col0 = n_tile * COLS
         if GATHER:
-            rows = row0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
-            source = gl.load(gather_ptr + gl.where(rows < end, rows, row0)).to(gl.int64)
-            cols = gl.arange(0, K, layout=gl.SliceLayout(0, layout))
-            at = x_ptr + (gl.expand_dims(source * stride_x, 1) + gl.expand_dims(cols, 0))
+            at = x_ptr + (gl.expand_dims(source.to(gl.int64) * stride_x, 1) + gl.expand_dims(cols, 0))
+            source = gl.load(gather_ptr + gl.where(row1 + rows < end1, row1 + rows, row1))
         for step in range(H * steps):
             k0 = step * K
             h = 0
@@ -235,20 +247,39 @@ def produce(
             if stage == ring.STAGES:
                 stage = 0
                 phase ^= 1
+        expert = expert1
+        row0 = row1
+        n_tile = n_tile1
+        expert1 = expert2
+        row1 = row2
+        end1 = end2
+        n_tile1 = n_tile2
+
+
+@gluon.jit
+def take_turn(ring, turn_phase, WG: gl.constexpr):
+    """Wait until the other warpgroup has left the tensor cores; nothing to wait for in a cooperative schedule."""
+    if ring.PINGPONG:
+        mbarrier.wait(ring.turn.index(WG), turn_phase)
+
+
+@gluon.jit
+def zeros(ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """An accumulator."""
+    return gl.zeros((ROWS, BLOCK_N), gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
 
 
 @gluon.jit
 def multiply(
-    ring, done, steps, turn_phase, WG: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    K: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    ring, acc, done, steps, WG: gl.constexpr, BLOCK_M: gl.constexpr, K: gl.constexpr,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
-    """Sum of `steps` products of blocks, the first of which is the `done`-th of this program; (ROWS, BLOCK_N) fp32."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc = gl.zeros((ROWS, BLOCK_N), gl.float32, layout=layout)
+    """acc plus `steps` products of blocks, the first of which is the `done`-th of this program; the turn passes on
+    where it `ENDS`."""
+    ROWS: gl.constexpr = acc.shape[0]
+    BLOCK_N: gl.constexpr = acc.shape[1]
     stage = done % ring.STAGES
     phase = (done // ring.STAGES) & 1
-    if ring.PINGPONG:
-        mbarrier.wait(ring.turn.index(WG), turn_phase)
     # a variable of its own: Triton 3.6 loses the loop's updates of a plain alias
     last = (stage + ring.STAGES - 1) % ring.STAGES
     for step in range(steps):
@@ -276,7 +307,7 @@ def multiply(
         if stage == ring.STAGES:
             stage = 0
             phase ^= 1
-    if ring.PINGPONG:
+    if ring.PINGPONG and ENDS:
         mbarrier.arrive(ring.turn.index(1 - WG), count=1)
     acc = warpgroup_mma_wait(0, (acc,))
     mbarrier.arrive(ring.empty.index(last), count=1, pred=steps > 0)

@@ -27,6 +27,8 @@ from sonic.kernels.hopper.pipeline import (
     ragged,
     ragged_row,
     store_block,
+    take_turn,
+    zeros,
 )
 from sonic.kernels.metadata import Metadata
 
@@ -83,7 +85,8 @@ def _consume(
     turn_phase = 1 - WG
     for pid in range(gl.program_id(0) + FIRST * PROGRAMS, num_m * num_n, STRIDE * PROGRAMS):
         _expert, row0, end, n_tile = output_tile(map_ptr, limit, pid, num_m, num_n, GROUP)
-        acc = multiply(ring, done, steps, turn_phase, WG, ROWS, BLOCK_M, BLOCK_N, K, True, True)
+        take_turn(ring, turn_phase, WG)
+        acc = multiply(ring, zeros(ROWS, BLOCK_N), done, steps, WG, BLOCK_M, K, True, True, True)
         turn_phase ^= 1
         done += STRIDE * steps
         row = row0
@@ -140,7 +143,7 @@ def _up_proj_kernel(
                 d, stride_x, ONE, GATHER, YES, BLOCK_M, W_BYTES, HALF, K, GROUP, PROGRAMS, WARPS,
             )),
         ],
-        [4, WARPS], [232, 40],
+        [4, WARPS], [224, 56],
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from sonic.kernels.hopper.pipeline import (
     ragged_blocks,
     ragged_row,
     store_columns,
+    zeros,
 )
 from sonic.kernels.metadata import Metadata
 
@@ -33,9 +34,9 @@ from sonic.kernels.metadata import Metadata
 def configs(columns: int) -> list[Tile]:
     """Tiles worth trying; the contraction block k counts rows of an expert."""
     tiles = [
-        HopperTile(128, 256, stages=4, buffers=1),
-        HopperTile(128, 256, stages=3, buffers=2),
-        HopperTile(128, 256, stages=4, buffers=1, group=4),
+        HopperTile(128, 256, stages=4),
+        HopperTile(128, 256, stages=4, group=4),
+        HopperTile(128, 256, stages=3, buffers=4),
         HopperTile(256, 128, stages=4, buffers=1),
         HopperTile(256, 64, stages=4, buffers=1),
     ]
@@ -69,16 +70,29 @@ def _produce(
     p_bytes: gl.constexpr = BLOCK_P * K * 2
     q_bytes: gl.constexpr = BLOCK_Q * K * 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    rows = gl.arange(0, K, layout=gl.SliceLayout(1, layout))
+    num_tiles = E * num_p * num_q
+    first = gl.program_id(0)
+    _e, h, n0, d0, start, end = _place(
+        gl.minimum(first, num_tiles - 1), offsets_ptr, tiles_n, num_p, num_q, Q_ROWS, BLOCK_P, BLOCK_Q, GROUP
+    )
+    _e, h1, n1, d1, start1, end1 = _place(
+        gl.minimum(first + PROGRAMS, num_tiles - 1),
+        offsets_ptr, tiles_n, num_p, num_q, Q_ROWS, BLOCK_P, BLOCK_Q, GROUP,
+    )  # fmt: skip
+    if GATHER:
+        source = gl.load(gather_ptr + gl.minimum(start + rows, end - 1), mask=start + rows * 0 < end, other=0)
     stage = 0
     phase = 1
-    for pid in range(gl.program_id(0), E * num_p * num_q, PROGRAMS):
-        _expert, h, n0, d0, start, end = _place(
-            pid, offsets_ptr, tiles_n, num_p, num_q, Q_ROWS, BLOCK_P, BLOCK_Q, GROUP
-        )
+    for pid in range(first, num_tiles, PROGRAMS):
+        _e, h2, n2, d2, start2, end2 = _place(
+            gl.minimum(pid + 2 * PROGRAMS, num_tiles - 1),
+            offsets_ptr, tiles_n, num_p, num_q, Q_ROWS, BLOCK_P, BLOCK_Q, GROUP,
+        )  # fmt: skip
         if GATHER:
             cols = d0 + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, layout))
-            rows = gl.arange(0, K, layout=gl.SliceLayout(1, layout))
-            source = gl.load(gather_ptr + gl.minimum(start + rows, end - 1), mask=start + rows * 0 < end, other=0)
+            # the next tile's first rows, as this tile's are at hand
+            coming = gl.load(gather_ptr + gl.minimum(start1 + rows, end1 - 1), mask=start1 + rows * 0 < end1, other=0)
         for row in range(start, end, K):
             if GATHER:
                 after = gl.load(gather_ptr + gl.minimum(row + K + rows, end - 1))
@@ -104,6 +118,18 @@ def _produce(
             if stage == ring.STAGES:
                 stage = 0
                 phase ^= 1
+        if GATHER:
+            source = coming
+        h = h1
+        n0 = n1
+        d0 = d1
+        start = start1
+        end = end1
+        h1 = h2
+        n1 = n2
+        d1 = d2
+        start1 = start2
+        end1 = end2
 
 
 @gluon.jit
@@ -119,7 +145,7 @@ def _consume(
     for pid in range(gl.program_id(0), E * num_p * num_q, PROGRAMS):
         expert, h, n0, d0, start, end = _place(pid, offsets_ptr, tiles_n, num_p, num_q, Q_ROWS, BLOCK_P, BLOCK_Q, GROUP)
         steps = (end - start + K - 1) // K
-        acc = multiply(ring, done, steps, 0, WG, ROWS, BLOCK_M, BLOCK_N, K, False, False)
+        acc = multiply(ring, zeros(ROWS, BLOCK_N), done, steps, WG, BLOCK_M, K, False, False, True)
         done += steps
         row = d0 if Q_ROWS else n0
         col = n0 if Q_ROWS else d0
