@@ -46,10 +46,15 @@ Op = Literal[
     "layer", "experts",
     "router_topk", "metadata", "up_proj", "down_proj", "aggregate",
     "d_act", "d_input", "weight_grad_1", "weight_grad_2",
+    "matmul", "copy",
 ]  # fmt: skip
 OPS: tuple[Op, ...] = get_args(Op)
-#: Ops that are one kernel alone.
-KERNEL_OPS = tuple(op for op in OPS if op not in ("layer", "experts"))
+#: Ops with the experts' forward and backward in them; all others are one call without a backward.
+LAYER_OPS: tuple[Op, ...] = ("layer", "experts")
+#: Ops that measure the card and not the layer; the implementation `ceilings` alone runs them.
+CEILING_OPS: tuple[Op, ...] = ("matmul", "copy")
+#: Ops that are one kernel of the layer alone.
+KERNEL_OPS = tuple(op for op in OPS if op not in (*LAYER_OPS, *CEILING_OPS))
 Mode = Literal["fwd", "fwd_infer", "fwd_bwd"]
 Dtype = Literal["bf16", "fp16", "fp32", "fp64", "fp8"]
 

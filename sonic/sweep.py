@@ -293,9 +293,9 @@ def line_of(row: Row, leaves: Sequence[str]) -> str:
     """One finished point in one line; `leaves` are the fields that tell it from others."""
     parts = [f"{row.impl:<16} {row.op} {row.mode}  {sizes(row)}", settings_of(row, leaves), row.status]
     if row.status == "ok":
-        speed = derive.tflops(row)
+        speed, moved = derive.tflops(row), derive.gbps(row)
         parts.append(f"{milliseconds(derive.median_us(row))} ms")
-        parts.append("" if speed is None else f"{speed:.4g} TFLOP/s")
+        parts.append(f"{speed:.4g} TFLOP/s" if speed else "" if moved is None else f"{moved:.4g} GB/s")
     elif row.reason:
         parts.append(short(row.reason))
     return "  ".join(part for part in parts if part)
@@ -456,7 +456,8 @@ def _failure(job: JobReturn) -> str | None:
 def columns_of(rows: Sequence[Row], leaves: Sequence[str]) -> list[tuple[str, bool, list[str]]]:
     """The closing table by columns: name, whether it holds numbers, one text per row.
 
-    Times are medians; TFLOP/s belong to the device time where there is one, else to the event time.
+    Times are medians; rates belong to the device time where there is one, else to the event time. GB/s, of modelled
+    bytes, have a column where something does no FLOPs.
     """
 
     def texts(values: Iterable[Any], form: str = "") -> list[str]:
@@ -467,6 +468,7 @@ def columns_of(rows: Sequence[Row], leaves: Sequence[str]) -> list[tuple[str, bo
     device = [milliseconds(derive.median_us(row, "device_us")) for row in rows]
     held = (None if row.held_bytes is None else row.held_bytes / 2**20 for row in rows)
     worst = (max(row.errors.values(), default=None) if row.errors else None for row in rows)
+    moves = any(row.flops_model == 0 for row in rows)
     return [
         *((name, False, [str(getattr(row, name)) for row in rows]) for name in ("impl", "op", "mode")),
         *((name, True, [str(getattr(row.shape, name)) for row in rows]) for name in ("T", "d", "n", "E", "K")),
@@ -475,6 +477,7 @@ def columns_of(rows: Sequence[Row], leaves: Sequence[str]) -> list[tuple[str, bo
         ("event ms" if on_device else "ms", True, event),
         *([("device ms", True, device)] if on_device else []),
         ("TFLOP/s", True, texts((derive.tflops(row) for row in rows), ".4g")),
+        *([("GB/s", True, texts((derive.gbps(row) for row in rows), ".4g"))] if moves else []),
         ("held MiB", True, texts(held, ".4g")),
         ("error", True, texts(worst, ".2g")),
         ("reason", False, [short(row.reason or "", 120) if row.status != "ok" else "" for row in rows]),

@@ -30,7 +30,7 @@ import triton
 
 from sonic import impls, measure, reference
 from sonic.problem import Problem
-from sonic.record import KERNEL_OPS, Outcome, Point, Settings
+from sonic.record import LAYER_OPS, Outcome, Point, Settings
 from sonic.shapes import gpu_slug
 
 REASON_LINES = 6
@@ -128,7 +128,7 @@ def _measured(point: Point, settings: Settings) -> Served:
             return Served(Outcome(status=status, reason=reason))
     os.environ["SONIC_TUNE"] = settings.tune  # read by kernels that choose their tiles at the first call
     torch.set_float32_matmul_precision("highest")  # fp32 means fp32, in references and implementations alike
-    run = _kernel_point if point.op in KERNEL_OPS else _layer_point
+    run = _layer_point if point.op in LAYER_OPS else _kernel_point
     return run(impl_class, point, settings, where)
 
 
@@ -140,7 +140,7 @@ def _refusal(impl_class: type, point: Point, where: torch.device) -> str | None:
             f"routing.distribution is {point.routing.distribution!r}; op=layer times its own router, "
             "so only 'learned' fits (use op=experts)"
         )
-    if point.op in KERNEL_OPS and point.mode == "fwd_bwd":
+    if point.op not in LAYER_OPS and point.mode == "fwd_bwd":
         return f"mode is 'fwd_bwd'; op={point.op} times one kernel, so only 'fwd' fits"
     return impl_class.supports(point, where)
 

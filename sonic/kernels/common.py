@@ -10,7 +10,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import getclosurevars, isfunction
-from itertools import repeat
 
 import torch
 import triton
@@ -161,17 +160,6 @@ def persistent_grid(device: torch.device, tile: Tile, tiles: int) -> tuple[int]:
     return (max(1, min(num_sms(device) * tile.ctas, tiles)),)
 
 
-def _kind(argument: object) -> object:
-    """What the just-in-time compiler distinguishes of an argument that is no compile-time constant."""
-    if argument is None:
-        return None
-    if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, argument >> 31
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    return argument.base.dtype, *argument.block_shape  # a tensor descriptor
-
-
 #: Of each kernel (by identity: hashing one costs as much as looking it up) which arguments are compile-time constants.
 _constants: dict[int, tuple[bool, ...]] = {}
 #: Compiled kernels by what they were specialised for.
@@ -190,23 +178,21 @@ class _Prepared:
 
     def __init__(self, compiled: CompiledKernel) -> None:
         self.compiled = compiled
-        self.described = compiled.metadata.tensordesc_meta or repeat(None)
+        self.function, self.metadata = compiled.function, compiled.packed_metadata
+        self.described = compiled.metadata.tensordesc_meta
         self.run = copy(compiled.run)
         if isfunction(self.run.launch):  # there are descriptors, and this is the step that encodes them
             self.run.launch = getclosurevars(self.run.launch).nonlocals["launcher"]
 
-    def launch(self, grid: tuple[int, int, int], arguments: Sequence[object]) -> None:
-        expanded, described = [], iter(self.described)
-        for argument in arguments:
-            if isinstance(argument, torch.Tensor):
-                expanded.append(argument.data_ptr())
-            elif hasattr(argument, "block_shape"):
-                expanded += _launch_arguments(argument, next(described))
-            else:
-                expanded.append(argument)
-        stream = torch._C._cuda_getCurrentRawStream(arguments[0].get_device())
-        compiled = self.compiled
-        self.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *expanded)
+    def launch(
+        self, grid: tuple[int, int, int], passed: list[object], descriptors: list[tuple[int, TensorDescriptor]]
+    ) -> None:
+        """Arguments as addresses and numbers, with the places where descriptors go."""
+        for i in range(len(descriptors) - 1, -1, -1):
+            at, descriptor = descriptors[i]
+            passed[at : at + 1] = _launch_arguments(descriptor, self.described[i] if self.described else None)
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        self.run(*grid, stream, self.function, self.metadata, None, None, None, *passed)
 
 
 def _launch_arguments(d: TensorDescriptor, meta: dict[str, object] | None) -> list[object]:
@@ -222,7 +208,7 @@ def _launch_arguments(d: TensorDescriptor, meta: dict[str, object] | None) -> li
 
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: Sequence[object], **options: int) -> None:
-    """`kernel[grid](*arguments, **options)`; the first argument is a tensor on the device of the launch.
+    """`kernel[grid](*arguments, **options)` on the current device.
 
     Triton's own call binds and specialises the arguments anew every time, at two to three times the cost of the launch;
     here the compiled kernel is looked up and launched.
@@ -233,15 +219,33 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: Sequence[objec
     constants = _constants.get(id(kernel))
     if constants is None:
         constants = _constants[id(kernel)] = tuple(parameter.is_constexpr for parameter in kernel.params)
-    kinds = [a if constant else _kind(a) for a, constant in zip(arguments, constants, strict=True)]
-    key = (id(kernel), arguments[0].get_device(), *options.values(), *kinds)
-    prepared = _compiled.get(key)
+    # what the just-in-time compiler distinguishes, and what the launcher takes
+    key: list[object] = [id(kernel), torch.cuda.current_device(), *options.values()]
+    passed: list[object] = []
+    descriptors: list[tuple[int, TensorDescriptor]] = []
+    for argument, constant in zip(arguments, constants, strict=True):
+        if constant or argument is None:
+            key.append(argument)
+            passed.append(argument)
+        elif isinstance(argument, torch.Tensor):
+            address = argument.data_ptr()
+            key += (argument.dtype, address % 16 == 0)
+            passed.append(address)
+        elif isinstance(argument, int):
+            key += (argument == 1, argument % 16 == 0, argument >> 31)
+            passed.append(argument)
+        else:
+            key += (argument.base.dtype, *argument.block_shape)
+            descriptors.append((len(passed), argument))
+            passed.append(argument)
+    lookup = tuple(key)
+    prepared = _compiled.get(lookup)
     if prepared is None:
-        _compiled[key] = _Prepared(kernel[grid](*arguments, **options))
+        _compiled[lookup] = _Prepared(kernel[grid](*arguments, **options))
     elif _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:  # a profiler wants to know
         prepared.compiled[(*grid, 1, 1)[:3]](*arguments)
     else:
-        prepared.launch((*grid, 1, 1)[:3], arguments)
+        prepared.launch((*grid, 1, 1)[:3], passed, descriptors)
 
 
 def forget() -> None:

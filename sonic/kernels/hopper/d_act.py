@@ -28,6 +28,7 @@ from sonic.kernels.hopper.pipeline import (
     ragged,
     ragged_row,
     row_halves,
+    rows_of,
     take_turn,
     zeros,
 )
@@ -286,9 +287,9 @@ def d_act(
     launch(
         _d_act_kernel, (programs,),
         (
-            do, None if gather else blocks(do[None], [1, tile.m, tile.k]),
-            blocks(w2_Edn[:, None], [1, 1, tile.k, tile.n]),
-            ragged(h_R2n.view(R, 2, n), 64), ragged(dh.view(R, 2, n), 64), ragged(ap[:, None], 64),
+            do, None if gather else rows_of(do, 1, [1, tile.m, tile.k]),
+            blocks(w2_Edn, [1, 1, tile.k, tile.n]),
+            ragged(h_R2n, 2, 64), ragged(dh, 2, 64), ragged(ap, 1, 64),
             scores_R, ds, meta.gather_idx_R if gather else None, tiles.table, tiles.limit, R,
             d, n, do.stride(0), gather, tile.m, tile.n, tile.k, tile.stages, tile.schedule == "pingpong",
             _SLOTS, tile.buffers, CHUNK, tile.group, programs,

@@ -28,6 +28,7 @@ from sonic.kernels.hopper.pipeline import (
     produce,
     ragged,
     ragged_row,
+    rows_of,
     store_columns,
     take_turn,
     zeros,
@@ -123,11 +124,11 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """Y (R, columns): rows of every expert times its matrix.
 
-    a (R, H, k) contiguous, or with `gather` (T, 1, k) with contiguous rows; b (E, H, columns, k) with `k_major`, else
-    (E, H, k, columns).
+    a (R, H k) contiguous, or with `gather` (T, k) with contiguous rows; b (E, columns, k) with `k_major`, else
+    (E, k, columns) or (E, H, k, columns).
     """
-    _, H, k = a.shape
-    columns = b.shape[2] if k_major else b.shape[3]
+    H = b.shape[1] if b.dim() == 4 else 1
+    *_, columns, k = b.shape if k_major else b.transpose(-1, -2).shape
     y = torch.empty(meta.R, columns, dtype=a.dtype, device=a.device)
     pingpong = tile.schedule == "pingpong"
     rows = tile.m if pingpong else tile.m // 2
@@ -137,8 +138,8 @@ def grouped_gemm(
     launch(
         _grouped_gemm_kernel, (programs,),
         (
-            a, None if gather else blocks(a.transpose(0, 1), [1, tile.m, tile.k]),
-            blocks(b, [1, 1, tile.n, tile.k] if k_major else [1, 1, tile.k, tile.n]), ragged(y[:, None], rows),
+            a, None if gather else rows_of(a, H, [1, tile.m, tile.k]),
+            blocks(b, [1, 1, tile.n, tile.k] if k_major else [1, 1, tile.k, tile.n]), ragged(y, 1, rows),
             meta.gather_idx_R if gather else None, tiles.table, tiles.limit, columns,
             k, a.stride(0), H, k_major, gather, tile.m, tile.n, tile.k, tile.stages, pingpong,
             tile.buffers, CHUNK, tile.group, programs,
@@ -161,7 +162,7 @@ def down_proj(
     if tile is None:
         rerun = partial(down_proj, a_Rn, w2_Edn, meta)
         tile = tuning.choose("hopper.down_proj", d, n, E, a_Rn.dtype, lambda: configs(d), rerun)
-    return grouped_gemm(a_Rn[:, None], w2_Edn[:, None], meta, tile, k_major=True)
+    return grouped_gemm(a_Rn, w2_Edn, meta, tile, k_major=True)
 
 
 def d_input(
@@ -176,7 +177,7 @@ def d_input(
     if tile is None:
         rerun = partial(d_input, dh_R2n, w1_E2nd, meta)
         tile = tuning.choose("hopper.d_input", d, n, E, dh_R2n.dtype, lambda: configs(d), rerun)
-    return grouped_gemm(dh_R2n.view(-1, 2, n), w1_E2nd, meta, tile, k_major=False)
+    return grouped_gemm(dh_R2n, w1_E2nd, meta, tile, k_major=False)
 
 
 def d_act_gemm(
@@ -189,4 +190,4 @@ def d_act_gemm(
     if tile is None:
         rerun = partial(d_act_gemm, do, w2_Edn, meta, gather=gather)
         tile = tuning.choose("hopper.d_act_gemm", d, n, E, do.dtype, lambda: configs(n), rerun)
-    return grouped_gemm(do[:, None], w2_Edn[:, None], meta, tile, k_major=False, gather=gather)
+    return grouped_gemm(do, w2_Edn, meta, tile, k_major=False, gather=gather)

@@ -77,24 +77,26 @@ def _described(t: torch.Tensor, shape: list[int], strides: list[int], block: lis
 
 
 def blocks(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """Descriptor of a tensor as it is."""
-    return _described(t, list(t.shape), list(t.stride()), block)
+    """Descriptor of a tensor as it is; axes that the block has more than the tensor have one entry, and follow the
+    first."""
+    (size, *sizes), (stride, *strides) = t.shape, t.stride()
+    more = len(block) - t.dim()
+    return _described(t, [size, *[1] * more, *sizes], [stride, *[stride] * more, *strides], block)
 
 
-def ragged(t_RHn: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Descriptor of blocks (rows, CHUNK or BLOCK_K) that end at an expert's end, through `ragged_row`: see
-    `sonic.kernels.common.ragged`; H comes before the rows, so that a block is a matrix."""
-    return ragged_blocks(t_RHn, rows, CHUNK)
+def rows_of(t: torch.Tensor, H: int, block: list[int]) -> TensorDescriptor:
+    """Descriptor (H, rows, columns / H) of a matrix of contiguous columns."""
+    R, columns = t.shape
+    n = columns // H
+    return _described(t, [H, R, n], [n, t.stride(0), 1], block)
 
 
-def ragged_blocks(t_RHn: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """`ragged` with blocks of another width."""
-    row, half, one = t_RHn.stride()
+def ragged(t: torch.Tensor, H: int, rows: int, columns: int = CHUNK) -> TensorDescriptor:
+    """Descriptor of blocks (rows, columns) of a matrix (R, H n), that end at an expert's end, through `ragged_row`: see
+    `sonic.kernels.common.ragged`. The H axis comes before the rows, so that a block is a matrix."""
+    row, n = t.stride(0), t.shape[1] // H
     return _described(
-        t_RHn,
-        [0x7FFF0000, 0x7FFF0000, t_RHn.shape[1], 0x40000000, t_RHn.shape[2]],
-        [2**34 - row, row, half, row, one],
-        [1, 1, 1, rows, columns],
+        t, [0x7FFF0000, 0x7FFF0000, H, 0x40000000, n], [2**34 - row, row, n, row, 1], [1, 1, 1, rows, columns]
     )
 
 

@@ -26,6 +26,7 @@ from sonic.kernels.hopper.pipeline import (
     produce,
     ragged,
     ragged_row,
+    rows_of,
     store_block,
     take_turn,
     zeros,
@@ -172,8 +173,8 @@ def up_proj(
     launch(
         _up_proj_kernel, (programs,),
         (
-            x, None if gather else blocks(x[None], [1, tile.m, tile.k]), blocks(w1_E2nd, [1, 2, tile.n // 2, tile.k]),
-            ragged(h.view(R, 2, n), rows) if with_h else None, ragged(a[:, None], rows) if with_act else None,
+            x, None if gather else rows_of(x, 1, [1, tile.m, tile.k]), blocks(w1_E2nd, [1, 2, tile.n // 2, tile.k]),
+            ragged(h, 2, rows) if with_h else None, ragged(a, 1, rows) if with_act else None,
             meta.gather_idx_R if gather else None, tiles.table, tiles.limit,
             n, d, x.stride(0), with_h, with_act, gather, tile.m, tile.n, tile.k, tile.stages, pingpong,
             buffers, CHUNK, tile.group, programs,

@@ -23,7 +23,7 @@ from sonic.kernels.hopper.pipeline import (
     grouped_tile,
     multiply,
     new_ring,
-    ragged_blocks,
+    ragged,
     ragged_row,
     store_columns,
     zeros,
@@ -149,7 +149,7 @@ def _consume(
         done += steps
         row = d0 if Q_ROWS else n0
         col = n0 if Q_ROWS else d0
-        store_columns(acc, out_desc, staging, 0, 0, expert, h, row + WG * ROWS, col)
+        store_columns(acc, out_desc, staging, 0, expert, 0, h, row + WG * ROWS, col)
     tma.store_wait(pendings=0)
 
 
@@ -197,11 +197,11 @@ def _weight_grad_kernel(
 
 
 def _weight_grad(
-    p_RHn: torch.Tensor, q: torch.Tensor, out: torch.Tensor, meta: Metadata, tile: Tile, *, q_rows: bool, gather: bool
+    p: torch.Tensor, q: torch.Tensor, out: torch.Tensor, meta: Metadata, tile: Tile, *, q_rows: bool, gather: bool
 ) -> None:
-    """Fill out, (E, H, d, n) with `q_rows` or (E, H, n, d)."""
-    _, H, n = p_RHn.shape
-    E, d = out.shape[0], q.shape[1]
+    """Fill out, (E, d, n) with `q_rows` or (E, H, n, d), from p (R, H n) and q."""
+    H = out.shape[1] if out.dim() == 4 else 1
+    E, d, n = out.shape[0], q.shape[1], p.shape[1] // H
     if tile.schedule != "cooperative":
         raise ValueError(f"schedule is {tile.schedule!r}; the weight gradients run cooperative only")
     block_p, block_q = (tile.n, tile.m) if q_rows else (tile.m, tile.n)
@@ -212,8 +212,8 @@ def _weight_grad(
     launch(
         _weight_grad_kernel, (programs,),
         (
-            q, None if gather else ragged_blocks(q[:, None], tile.k, block_q),
-            ragged_blocks(p_RHn, tile.k, block_p), blocks(out[None], [1, 1, 1, rows, CHUNK]),
+            q, None if gather else ragged(q, 1, tile.k, block_q),
+            ragged(p, H, tile.k, block_p), blocks(out, [1, 1, 1, rows, CHUNK]),
             meta.gather_idx_R if gather else None, meta.offsets_E1, E,
             tiles_n, H * tiles_n, num_q, d, q.stride(0), q_rows, gather, tile.m, tile.n, tile.k, tile.stages,
             tile.buffers, CHUNK, tile.group, programs,
@@ -233,7 +233,7 @@ def weight_grad_1(
     if tile is None:
         rerun = partial(weight_grad_1, x, dh_R2n, out_E2nd, meta, gather=gather)
         tile = tuning.choose("hopper.weight_grad_1", d, n, E, x.dtype, lambda: configs(d), rerun)
-    _weight_grad(dh_R2n.view(-1, 2, n), x, out_E2nd, meta, tile, q_rows=False, gather=gather)
+    _weight_grad(dh_R2n, x, out_E2nd, meta, tile, q_rows=False, gather=gather)
     return out_E2nd
 
 
@@ -248,5 +248,5 @@ def weight_grad_2(
     if tile is None:
         rerun = partial(weight_grad_2, do, ap_Rn, out_Edn, meta, gather=gather)
         tile = tuning.choose("hopper.weight_grad_2", d, n, E, do.dtype, lambda: configs(n), rerun)
-    _weight_grad(ap_Rn[:, None], do, out_Edn[:, None], meta, tile, q_rows=True, gather=gather)
+    _weight_grad(ap_Rn, do, out_Edn, meta, tile, q_rows=True, gather=gather)
     return out_Edn
