@@ -10,12 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 
-from analysis import load
+from analysis import load, paper
 
 #: rcParams of every figure. The font ships with matplotlib, so that a redrawn file is the same on every machine.
 STYLE = {
@@ -99,6 +102,38 @@ def look(impl: str) -> Look:
 def rank(impl: str) -> tuple[int, str]:
     """Sort key of an implementation: the order of the table, then the name."""
     return (list(LOOKS).index(impl) if impl in LOOKS else len(LOOKS), impl)
+
+
+def size_panel(T: int, d: int, n: int, E: int, K: int) -> str:
+    """What stays along granularity: the paper's model size where it has this one, T, d, nE and nK."""
+    name = paper.size_name(T, d, n, E, K)
+    sizes = f"T={T} d={d} nE={n * E} nK={n * K}"
+    return f"{name}: {sizes}" if name else sizes
+
+
+def size_panels(data: pd.DataFrame) -> list[str]:
+    """The values of the column `panel` made by `size_panel`, the paper's sizes first."""
+    order = list(paper.SIZES)
+    return sorted(
+        data.panel.unique(), key=lambda name: (order.index(name.split(":")[0]) if ":" in name else len(order), name)
+    )
+
+
+def shape_name(T: int, d: int, n: int, E: int, K: int) -> str:
+    """`7B n=256` for a shape of the paper's sizes, else all five sizes."""
+    name = paper.size_name(T, d, n, E, K)
+    return f"{name} n={n}" if name else f"T={T} d={d} n={n} E={E} K={K}"
+
+
+def shapes_in_order(data: pd.DataFrame) -> list[tuple[int, int, int, int, int]]:
+    """The shapes of a table: the paper's sizes from small to large, then n, then all others."""
+    order = list(paper.SIZES)
+
+    def place(sizes: tuple[int, int, int, int, int]) -> tuple[int, ...]:
+        name = paper.size_name(*sizes)
+        return (order.index(name) if name else len(order), sizes[2], *sizes)
+
+    return sorted(data[list(load.SHAPE)].drop_duplicates().itertuples(index=False, name=None), key=place)
 
 
 def label_series(table: pd.DataFrame) -> pd.DataFrame:
@@ -252,9 +287,9 @@ def _paper_style(colour: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def paper_handle(text: str) -> Line2D:
-    """The legend entry of `draw_paper`."""
-    return Line2D([], [], label=text, **_paper_style(GREY))
+def paper_handle(text: str, line: bool = True) -> Line2D:
+    """The legend entry of `draw_paper`, and without a `line` of `draw_paper_mark`."""
+    return Line2D([], [], label=text, **(_paper_style(GREY) | ({} if line else {"linestyle": "none"})))
 
 
 def formula_handle(text: str) -> Line2D:
@@ -269,6 +304,70 @@ def series_handles(table: pd.DataFrame, y: str) -> list[Line2D]:
         for name, group in series_of(table)
         if group[y].notna().any()
     ]
+
+
+def bar_styles(lines: pd.DataFrame, y: str) -> dict[str, dict[str, object]]:
+    """Series with at least one `y`, in the order of legends, and how their bars look: full colour for the first of an
+    implementation, paler and hatched for its variants."""
+    found: dict[str, dict[str, object]] = {}
+    seen: dict[str, int] = {}
+    for name, group in series_of(lines):
+        if not group[y].notna().any():
+            continue
+        impl = group.impl.iloc[0]
+        variant = seen[impl] = seen.get(impl, -1) + 1
+        colour = look(impl).colour
+        red, green, blue = (1 - (1 - part) * (0.4 if variant else 1) for part in to_rgb(colour))
+        found[name] = {
+            "facecolor": (red, green, blue), "edgecolor": colour, "linewidth": 0.6,
+            "hatch": ("", "", "////", "xxxx")[min(variant, 3)],
+        }  # fmt: skip
+    return found
+
+
+def bar_handles(lines: pd.DataFrame, y: str) -> list[Patch]:
+    """Legend entries of `draw_bars`."""
+    return [Patch(label=name, **style) for name, style in bar_styles(lines, y).items()]
+
+
+def draw_bars(
+    ax: Axes, lines: pd.DataFrame, styles: dict[str, dict[str, object]], x: str, y: str, positions: Sequence[object],
+    form: str = ".0f",
+) -> dict[tuple[str, object], float]:  # fmt: skip
+    """A group of bars at every position, one bar per series of `styles`: the median `y` with its p20 to p80 band for
+    times and rates, its value at the foot, and in the place of a missing bar the status.
+
+    Returns where the bar of (series, position) stands.
+    """
+    width = 0.86 / max(1, len(styles))
+    places = {}
+    for number, (name, style) in enumerate(styles.items()):
+        group = lines[lines.series == name].drop_duplicates(x, keep="last").set_index(x).reindex(positions)
+        low, high = band(group, y)
+        at = np.arange(len(positions)) + (number - (len(styles) - 1) / 2) * width
+        ax.bar(at, group[y].astype(float), width * 0.94, zorder=2, **style)
+        if y in ("ms", "tflops", "gbps"):
+            ax.vlines(at, low, high, color="black", linewidth=0.7, zorder=3)
+        dark = np.dot(style["facecolor"], (0.3, 0.59, 0.11)) < 0.6
+        for place, position, (_, line) in zip(at, positions, group.iterrows(), strict=True):
+            places[name, position] = float(place)
+            there = pd.notna(line[y])
+            status = "no row" if pd.isna(line.status) else f"no {y}" if line.status == "ok" else line.status
+            ax.annotate(
+                format(line[y], form) if there else f"\N{MULTIPLICATION SIGN} {status.replace('_', ' ')}", (place, 0),
+                xycoords=("data", "axes fraction"), xytext=(0, 3), textcoords="offset points", rotation=90,
+                ha="center", va="bottom", fontsize=5.5, zorder=4,
+                color=("white" if dark else "#1b1f24") if there else style["edgecolor"],
+            )  # fmt: skip
+    ax.set_xlim(-0.55, len(positions) - 0.45)
+    ax.grid(False, axis="x")
+    ax.tick_params(axis="x", length=0)
+    return places
+
+
+def draw_paper_mark(ax: Axes, at: float, value: float, impl: str) -> None:
+    """One value of the paper as a hollow marker in the implementation's colour."""
+    ax.plot([at], [value], **(_paper_style(look(impl).colour) | {"markersize": 4.5, "zorder": 5}))
 
 
 def size_axis(ax: Axes, values: Iterable[float], label: str, ticks: Callable[[float], str] = "{:g}".format) -> None:
@@ -323,7 +422,7 @@ class Sheet:
     size: tuple[float, float]
     gap: tuple[float, float]
 
-    def finish(self, title: str, subtitle: str, handles: Sequence[Line2D] = (), notes: Iterable[str] = ()) -> None:
+    def finish(self, title: str, subtitle: str, handles: Sequence[Artist] = (), notes: Iterable[str] = ()) -> None:
         """Title and provenance above, legend and notes below; sets the figure's size. Call it last."""
         rows, columns = self.axes.shape
         panels = list(self.axes.flat)

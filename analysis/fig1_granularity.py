@@ -27,18 +27,12 @@ def select(rows: pd.DataFrame) -> pd.DataFrame:
     """Whole layers, forward and forward+backward, seeds pooled; `panel` is the model size, or its T, d, nE and nK."""
     rows = rows[rows.op.isin(("layer", "experts")) & rows["mode"].isin(("fwd", "fwd_bwd"))]
     data = common.label_series(load.pool_seeds(load.one_series(rows)))
-    return data.assign(panel=[_panel(*sizes) for sizes in data[list(load.SHAPE)].itertuples(index=False)])
-
-
-def _panel(T: int, d: int, n: int, E: int, K: int) -> str:
-    name = paper.size_name(T, d, n, E, K)
-    sizes = f"T={T} d={d} nE={n * E} nK={n * K}"
-    return f"{name}: {sizes}" if name else sizes
+    return data.assign(panel=[common.size_panel(*sizes) for sizes in data[list(load.SHAPE)].itertuples(index=False)])
 
 
 def draw(figure: Figure, data: pd.DataFrame) -> None:
     """One column per model size; rows: forward TFLOP/s, what is held for the backward, and (on a GPU) the peak."""
-    sizes = _panels(data)
+    sizes = common.size_panels(data)
     forward, memory = data[data["mode"] == "fwd"], common.held_lines(data)
     unit_bytes, unit = common.byte_unit(memory.held_bytes.max())
     scale = paper.GIB / unit_bytes
@@ -83,13 +77,6 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
             "the diamonds here are without them."
         )
     sheet.finish(TITLE, common.provenance(data), handles, notes)
-
-
-def _panels(data: pd.DataFrame) -> list[str]:
-    order = list(paper.SIZES)
-    return sorted(
-        data.panel.unique(), key=lambda name: (order.index(name.split(":")[0]) if ":" in name else len(order), name)
-    )
 
 
 def _paper_beside(part: pd.DataFrame, values: pd.DataFrame) -> pd.DataFrame:
@@ -153,7 +140,7 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
         )
 
     out = out.assign(
-        _panel=out.panel.map(_panels(data).index), _rank=out.impl.map(common.rank), size=out.panel.str.split(":").str[0]
+        _panel=out.panel.map(common.size_panels(data).index), _rank=out.impl.map(common.rank), size=out.panel.str.split(":").str[0]
     )
     out = out.sort_values(["_panel", "G", "_rank", "series"])
     columns = [

@@ -2,7 +2,7 @@
 
 A figure file is `analysis/<id>_<name>.py` (a stem without `_` is no figure). It has `SWEEP` (the sweep that fills it),
 `TITLE`, `select(rows)` (the rows it draws, one GPU and method), `draw(figure, data)` (pure) and `table(data)` (the
-numbers drawn).
+numbers drawn); `BESIDE` names further sweeps without whose rows it cannot be drawn.
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ def module_of(figure_id: str) -> ModuleType:
     return importlib.import_module(f"analysis.{known[figure_id]}")
 
 
+def sweeps_of(module: ModuleType) -> tuple[str, ...]:
+    """The sweeps whose rows a figure needs."""
+    return module.SWEEP, *getattr(module, "BESIDE", ())
+
+
 def build(
     figure_id: str,
     results: Path = load.RESULTS,
@@ -98,23 +103,27 @@ def build(
     an unknown id.
     """
     module = module_of(figure_id)
-    everything, faults = load.rows(results, module.SWEEP)
-    fill = f"`python -m sonic.sweep sweeps={module.SWEEP}` fills it"
+    sweeps = sweeps_of(module)
+    everything, faults = load.rows(results, sweeps)
+    fill = " and ".join(f"`python -m sonic.sweep sweeps={sweep}`" for sweep in sweeps)
+    fill += " fills it" if len(sweeps) == 1 else " fill it"
     slugs = load.gpus(everything)
     if not slugs:
         raise NotDrawn(f"no rows; {fill}", faults)
     if gpu is not None and gpu not in slugs:
         raise NotDrawn(f"no rows of {gpu} (there are some of {', '.join(slugs)}); {fill}", faults)
     chosen = load.choose_gpu(slugs, gpu)
-    rows, _ = load.rows(results, module.SWEEP, chosen, method, clock)
+    rows, _ = load.rows(results, sweeps, chosen, method, clock)
+    if absent := [sweep for sweep in sweeps if sweep not in set(rows.sweep)]:
+        raise NotDrawn(f"no rows of {chosen} of sweep {', '.join(absent)}; {fill}", faults)
     try:
         data = module.select(rows)
-    except load.NothingLeft:
-        raise NotDrawn(f"none of the {len(rows)} rows of {chosen} belongs in it; {fill}", faults) from None
+    except load.NothingLeft as error:
+        raise NotDrawn(f"none of the {len(rows)} rows of {chosen} belongs in it ({error}); {fill}", faults) from None
     if not data.ms.notna().any():
         statuses = ", ".join(f"{count} {status}" for status, count in rows.status.value_counts().items())
         raise NotDrawn(f"no measured row of {chosen} (rows: {statuses or 'none'}); {fill}", faults)
-    by_default = rows if (method, clock) == (None, "auto") else load.rows(results, module.SWEEP, chosen)[0]
+    by_default = rows if (method, clock) == (None, "auto") else load.rows(results, sweeps, chosen)[0]
     figure = Figure()
     with matplotlib.rc_context(common.STYLE):
         module.draw(figure, data)
@@ -310,7 +319,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check_out(command, options.out)
     ids = options.id
     if options.for_sweep:
-        ids = [name for name in known if module_of(name).SWEEP == options.for_sweep]
+        held = {options.for_sweep, *load.sweeps(options.results)}
+        needs = {name: sweeps_of(module_of(name)) for name in known}
+        # A figure that waits for another sweep's rows is no fault of this one.
+        ids = [name for name, sweeps in needs.items() if options.for_sweep in sweeps and held.issuperset(sweeps)]
         if not ids:
             say(f"no figure is drawn from sweep {options.for_sweep!r}")
             return 0

@@ -5,12 +5,12 @@ Columns (besides the row's own scalar fields, whose nested names are flattened: 
 `span_ms`, `graph_ms`, `enqueue_us` (medians, NaN where not measured); `tflops` (1e12/s, model FLOPs), `gbps` (1e9/s,
 modelled bytes); `held_gib`, `peak_fwd_gib`, `peak_bwd_gib`, `peak_gib`; `worst_error`, `worst_error_name`; `padding`
 (padded over model FLOPs, less 1); `interpreter`; `derived` (True only for what `with_backward` adds); `samples_ms` and
-`kernels` keep the lists.
+`kernels` keep the lists. `rows` adds `card`, a hash of the card's UUID, None where no environment tells it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -54,18 +54,20 @@ def sweeps(results: Path = RESULTS) -> list[str]:
 
 def rows(
     results: Path = RESULTS,
-    sweep: str | None = None,
+    sweep: str | Sequence[str] | None = None,
     gpu: str | None = None,
     method: int | None = None,
     clock: Clock = "auto",
 ) -> tuple[pd.DataFrame, list[Fault]]:
-    """The table of one sweep (or of all), of one GPU slug and method version where given, and the faulty lines.
+    """The table of one sweep or several (or of all), of one GPU slug and method version where given, and the faulty
+    lines.
 
     A line that is no row is left out and reported. `sonic.record.RecordError` when a file cannot be read at all.
     """
     good: list[Row] = []
     faults: list[Fault] = []
-    for path in sorted(results.glob(f"{sweep or '*'}/*.jsonl")):
+    names = ("*",) if sweep is None else (sweep,) if isinstance(sweep, str) else sweep
+    for path in sorted(path for name in names for path in results.glob(f"{name}/*.jsonl")):
         found, bad = read_rows(path)
         # By key within a file only: two sweeps may hold the same point, and each keeps its own row.
         good += newest(found).values()
@@ -74,7 +76,9 @@ def rows(
         good = [row for row in good if row.gpu == gpu]
     if method is not None:
         good = [row for row in good if row.method is None or row.method.version == method]
-    return tidy(good, clock), faults
+    table = tidy(good, clock)
+    cards = environments(results, table.env_id).set_index("env_id").gpu_uuid.to_dict()
+    return table.assign(card=table.env_id.map(cards).astype(object)), faults
 
 
 def tidy(rows: Iterable[Row], clock: Clock = "auto") -> pd.DataFrame:

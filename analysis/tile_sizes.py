@@ -15,7 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from analysis import common, figures, load, paper
+from analysis import common, figures, load
 from sonic.record import OPS
 
 SWEEP = "tile"
@@ -35,12 +35,8 @@ def select(rows: pd.DataFrame) -> pd.DataFrame:
         )
         for line in data.itertuples()
     ]
-    return data.assign(panel=panel, size=[_size(*sizes) for sizes in data[list(load.SHAPE)].itertuples(index=False)])
-
-
-def _size(T: int, d: int, n: int, E: int, K: int) -> str:
-    name = paper.size_name(T, d, n, E, K)
-    return f"{name} n={n}" if name else f"T={T} d={d} n={n} E={E} K={K}"
+    sizes = [common.shape_name(*shape) for shape in data[list(load.SHAPE)].itertuples(index=False)]
+    return data.assign(panel=panel, size=sizes)
 
 
 def draw(figure: Figure, data: pd.DataFrame) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from sonic import layer
+from sonic.kernels import hopper
 from sonic.kernels.common import INTERPRET, Tile
 from sonic.kernels.metadata import Metadata, TileMap
 
@@ -30,13 +31,27 @@ KERNEL_LIMIT = {torch.float32: 2e-6, torch.bfloat16: 1e-3, torch.float16: 1.5e-4
 LAYER_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float64: 1e-10}
 
 #: The families as they are, whatever a test puts in their place for a while.
-TRITON, TWINS = layer.FAMILIES["triton"], layer.FAMILIES["torch"]
+TRITON, TWINS, HOPPER = (layer.FAMILIES[name] for name in ("triton", "torch", "hopper"))
 
 TILES = {
     "own": None,
     "small": Tile(32, 64, 32, store="pointer", group=1),
     "split": Tile(64, 64, 64, split=2, flatten=True),
 }
+
+
+def hopper_tiles(d: int, n: int) -> dict[str, list[Tile]]:
+    """Every tile that the Hopper family ships, by step."""
+    gemm, grad = hopper.grouped_gemm.configs, hopper.weight_grad.configs
+    return {
+        "up_proj": hopper.up_proj.configs(n),
+        "down_proj": gemm(d),
+        "d_input": gemm(d),
+        "d_act": hopper.d_act.configs(n),
+        "d_act_gemm": gemm(n),
+        "weight_grad_1": grad(d),
+        "weight_grad_2": grad(n),
+    }
 
 
 @dataclass(frozen=True)
@@ -228,7 +243,12 @@ def against_twin(case: object, step: str, *args: object, limit: float | None = N
     if step.startswith("weight_grad"):
         twin_args[2] = args[2].new_full(args[2].shape, float("nan"))
     result = getattr(TRITON, step)(*args, **kwargs)
-    wanted = getattr(TWINS, step)(*twin_args, **kwargs)
+    compare(case, step, result, getattr(TWINS, step)(*twin_args, **kwargs), limit)
+    return result
+
+
+def compare(case: object, step: str, result: object, wanted: object, limit: float | None = None) -> None:
+    """AssertionError unless everything that a step returned is what another family's did, up to the dtype's limit."""
     if step in ("d_act", "d_swiglu"):  # tiles decide how many partial sums of dS there are
         got, want = ({**tensors(r), "2": r[2].sum(0)} for r in (result, wanted))
     else:
@@ -241,7 +261,6 @@ def against_twin(case: object, step: str, *args: object, limit: float | None = N
             check(case, f"{step}.{name}", got[name], t, at)
         else:
             check_equal(case, f"{step}.{name}", got[name], t)
-    return result
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from sonic.config import CommandError, load
 from sonic.record import Point, Settings
 
 IMPLS = [
-    "cublas_bmm", "scattermoe", "sonic", "torch_grouped_mm", "torch_grouped_mm_compiled", "torch_loop", "transformers",
+    "ceilings", "cublas_bmm", "scattermoe", "sonic", "sonicmoe_official", "torch_grouped_mm",
+    "torch_grouped_mm_compiled", "torch_loop", "transformers",
 ]  # fmt: skip
 
 

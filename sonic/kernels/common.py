@@ -185,13 +185,17 @@ class _Prepared:
             self.run.launch = getclosurevars(self.run.launch).nonlocals["launcher"]
 
     def launch(
-        self, grid: tuple[int, int, int], passed: list[object], descriptors: list[tuple[int, TensorDescriptor]]
+        self,
+        device: int,
+        grid: tuple[int, int, int],
+        passed: list[object],
+        descriptors: list[tuple[int, TensorDescriptor]],
     ) -> None:
         """Arguments as addresses and numbers, with the places where descriptors go."""
         for i in range(len(descriptors) - 1, -1, -1):
             at, descriptor = descriptors[i]
             passed[at : at + 1] = _launch_arguments(descriptor, self.described[i] if self.described else None)
-        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        stream = torch._C._cuda_getCurrentRawStream(device)
         self.run(*grid, stream, self.function, self.metadata, None, None, None, *passed)
 
 
@@ -208,7 +212,7 @@ def _launch_arguments(d: TensorDescriptor, meta: dict[str, object] | None) -> li
 
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: Sequence[object], **options: int) -> None:
-    """`kernel[grid](*arguments, **options)` on the current device.
+    """`kernel[grid](*arguments, **options)`; the first argument is a tensor on the device of the launch.
 
     Triton's own call binds and specialises the arguments anew every time, at two to three times the cost of the launch;
     here the compiled kernel is looked up and launched.
@@ -220,7 +224,8 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: Sequence[objec
     if constants is None:
         constants = _constants[id(kernel)] = tuple(parameter.is_constexpr for parameter in kernel.params)
     # what the just-in-time compiler distinguishes, and what the launcher takes
-    key: list[object] = [id(kernel), torch.cuda.current_device(), *options.values()]
+    device = arguments[0].get_device()
+    key: list[object] = [id(kernel), device, *options.values()]
     passed: list[object] = []
     descriptors: list[tuple[int, TensorDescriptor]] = []
     for argument, constant in zip(arguments, constants, strict=True):
@@ -245,7 +250,7 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: Sequence[objec
     elif _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:  # a profiler wants to know
         prepared.compiled[(*grid, 1, 1)[:3]](*arguments)
     else:
-        prepared.launch((*grid, 1, 1)[:3], passed, descriptors)
+        prepared.launch(device, (*grid, 1, 1)[:3], passed, descriptors)
 
 
 def forget() -> None:

@@ -6,6 +6,8 @@ one JSON line per launch. A process of its own, since TRITON_INTERPRET must be o
     tiles      every tile that a GEMM kernel may choose at these sizes; --distinct leaves out those that differ only in
                the order in which programs visit tiles
     variants   the first tile of every GEMM kernel under every switch that changes its code
+    hopper     as `tiles`, of the Hopper family
+    hopper_variants   as `variants`, of the Hopper family
     others     every kernel without a tile: router, metadata, aggregation, element-wise
     tuned      the choices in `sonic/kernels/tuned` that were made under this triton, each at its own sizes and dtype
 """
@@ -23,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import triton
@@ -46,7 +49,8 @@ from sonic.kernels import (
     up_proj,
     weight_grad,
 )
-from sonic.kernels.common import Tile
+from sonic.kernels.common import Tile, tile_of
+from tests.oracle import hopper_tiles
 
 _BIN = Path(triton.backends.nvidia.__file__).parent / "bin"
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
@@ -68,20 +72,17 @@ class Launch:
 def captured(call: Callable[[], object]) -> list[Launch]:
     """Run a launcher on CPU tensors and keep its launches instead of running them."""
     launches: list[Launch] = []
-    original = JITFunction.run
 
     def keep(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: int) -> SimpleNamespace:
         del grid, warmup
         launches.append(Launch(self, dict(zip(self.arg_names, args, strict=False)), kwargs))
-        return SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=None), run=SimpleNamespace(launch=None))
+        made = {"metadata": SimpleNamespace(tensordesc_meta=None), "run": SimpleNamespace(launch=None)}
+        return SimpleNamespace(**made, function=None, packed_metadata=None)
 
     common.forget()
-    JITFunction.run = keep
-    try:
+    with mock.patch.object(JITFunction, "run", keep), mock.patch.object(torch.cuda, "current_device", lambda: 0):
         call()
-    finally:
-        JITFunction.run = original
-        common.forget()
+    common.forget()
     return launches
 
 
@@ -110,25 +111,23 @@ def compiled(launch: Launch):
 
 
 def counted(kernel) -> dict[str, int]:
-    """Registers, shared memory and instruction counts of a compiled kernel."""
+    """Registers, shared memory and spilled bytes of a compiled kernel, and instructions by the name that SASS gives
+    them. They are counted in PTX, since the disassembler takes half as long as the compiler."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [_BIN / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-        sass = subprocess.run([_BIN / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
-    registers = re.search(r"REG:(\d+)", usage.stdout + usage.stderr)
-    count = lambda name: len(re.findall(rf"\b{name}", sass))  # noqa: E731
+        done = subprocess.run([_BIN / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
+    usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout + done.stderr)}
+    count = lambda pattern: len(re.findall(pattern, kernel.asm["ptx"]))  # noqa: E731
     return {
-        "registers": int(registers[1]) if registers else -1,
+        "registers": usage["REG"],
         "shared": kernel.metadata.shared,
-        "spills": count("STL") + count("LDL"),
-        "hgmma": count("HGMMA"),
-        "tma_loads": count("UTMALDG"),
-        "tma_stores": count("UTMASTG"),
-        "cp_async": count("LDGSTS"),
-        "shared_stores": count("STS"),
+        "spills": usage["STACK"] + usage["LOCAL"],
+        "hgmma": count(r"wgmma\.mma_async"),
+        "tma_loads": count(r"cp\.async\.bulk\.tensor\S*\.shared::\w+\.global"),
+        "tma_stores": count(r"cp\.async\.bulk\.tensor\S*\.global\.shared::"),
+        "cp_async": count(r"cp\.async\.c[ag]\."),
+        "shared_stores": count(r"st\.shared|stmatrix"),
     }
 
 
@@ -159,6 +158,19 @@ class Sizes:
             "weight_grad_2": lambda: weight_grad.weight_grad_2(self.x, self.a, self.w2, meta, tile=tile),
         }[kernel]
 
+    def hopper(self, kernel: str, tile: Tile) -> Callable[[], object]:
+        """As `gemm`, of the Hopper family."""
+        meta, gemm = self.meta, hopper.grouped_gemm
+        return {
+            "up_proj": lambda: hopper.up_proj.up_proj(self.x, self.w1, meta, tile=tile),
+            "down_proj": lambda: gemm.down_proj(self.a, self.w2, meta, tile=tile),
+            "d_input": lambda: gemm.d_input(self.h, self.w1, meta, tile=tile),
+            "d_act": lambda: hopper.d_act.d_act(self.x, self.w2, self.h, self.scores_R, meta, tile=tile),
+            "d_act_gemm": lambda: gemm.d_act_gemm(self.x, self.w2, meta, tile=tile),
+            "weight_grad_1": lambda: hopper.weight_grad.weight_grad_1(self.x, self.h, self.w1, meta, tile=tile),
+            "weight_grad_2": lambda: hopper.weight_grad.weight_grad_2(self.x, self.a, self.w2, meta, tile=tile),
+        }[kernel]
+
     def candidates(self) -> dict[str, list[Tile]]:
         d, n, dtype = self.d, self.n, self.dtype
         return {
@@ -171,14 +183,15 @@ class Sizes:
         }
 
 
+def _distinct(candidates: list[Tile]) -> list[Tile]:
+    """Without the tiles that differ only in the order in which programs visit tiles."""
+    return list({replace(tile, group=0): tile for tile in reversed(candidates)}.values())[::-1]
+
+
 def tiles(dtype: torch.dtype, d: int, n: int, distinct: bool = False) -> Wanted:
     sizes = Sizes(dtype, d, n)
     for kernel, candidates in sizes.candidates().items():
-        seen = set()
-        for tile in candidates:
-            if distinct and replace(tile, group=0) in seen:
-                continue
-            seen.add(replace(tile, group=0))
+        for tile in _distinct(candidates) if distinct else candidates:
             yield kernel, tile, sizes.gemm(kernel, tile)
 
 
@@ -209,35 +222,35 @@ def variants(dtype: torch.dtype, d: int, n: int) -> Wanted:
             yield name, tile, partial(call, tile)
 
 
-def _hopper(s: Sizes) -> dict[str, tuple[list[Tile], Callable[[Tile], object]]]:
-    """The Hopper family's launchers with their candidates."""
-    meta, d, n = s.meta, s.d, s.n
-    return {
-        "up_proj": (hopper.up_proj.configs(n), lambda t: hopper.up_proj.up_proj(s.x, s.w1, meta, tile=t)),
-        "down_proj": (
-            hopper.grouped_gemm.configs(d),
-            lambda t: hopper.grouped_gemm.down_proj(s.a, s.w2, meta, tile=t),
-        ),
-        "d_input": (hopper.grouped_gemm.configs(d), lambda t: hopper.grouped_gemm.d_input(s.h, s.w1, meta, tile=t)),
-        "d_act": (
-            hopper.d_act.configs(n),
-            lambda t: hopper.d_act.d_act(s.x, s.w2, s.h, s.scores_R, meta, tile=t),
-        ),
-        "weight_grad_1": (
-            hopper.weight_grad.configs(d),
-            lambda t: hopper.weight_grad.weight_grad_1(s.x, s.h, s.w1, meta, tile=t),
-        ),
-        "weight_grad_2": (
-            hopper.weight_grad.configs(n),
-            lambda t: hopper.weight_grad.weight_grad_2(s.x, s.a, s.w2, meta, tile=t),
-        ),
+def hopper_family(dtype: torch.dtype, d: int, n: int, distinct: bool = False) -> Wanted:
+    sizes = Sizes(dtype, d, n)
+    for kernel, candidates in hopper_tiles(d, n).items():
+        for tile in _distinct(candidates) if distinct else candidates:
+            yield f"hopper.{kernel}", tile, sizes.hopper(kernel, tile)
+
+
+def hopper_variants(dtype: torch.dtype, d: int, n: int) -> Wanted:
+    s = Sizes(dtype, d, n)
+    meta, first = s.meta, {kernel: candidates[0] for kernel, candidates in hopper_tiles(d, n).items()}
+    gemm, grad_1, grad_2 = hopper.grouped_gemm, hopper.weight_grad.weight_grad_1, hopper.weight_grad.weight_grad_2
+    up = partial(hopper.up_proj.up_proj, meta=meta)
+    act = partial(hopper.d_act.d_act, w2_Edn=s.w2, h_R2n=s.h, scores_R=s.scores_R, meta=meta)
+    calls = {
+        "up_proj without H": lambda t: up(s.x, s.w1, with_h=False, tile=t),
+        "up_proj without A": lambda t: up(s.x, s.w1, with_act=False, tile=t),
+        "up_proj interleaved": lambda t: up(s.x, s.w1_interleaved, tile=t),
+        "up_proj rows": lambda t: up(s.rows, s.w1, gather=False, tile=t),
+        "d_input interleaved": lambda t: gemm.d_input(s.h, s.w1_interleaved, meta, tile=t),
+        "d_act rows": lambda t: act(s.rows, gather=False, tile=t),
+        "d_act_gemm": lambda t: gemm.d_act_gemm(s.x, s.w2, meta, tile=t),
+        "d_act_gemm rows": lambda t: gemm.d_act_gemm(s.rows, s.w2, meta, gather=False, tile=t),
+        "weight_grad_1 rows": lambda t: grad_1(s.rows, s.h, s.w1, meta, gather=False, tile=t),
+        "weight_grad_1 interleaved": lambda t: grad_1(s.x, s.h, s.w1_interleaved, meta, tile=t),
+        "weight_grad_2 rows": lambda t: grad_2(s.rows, s.a, s.w2, meta, gather=False, tile=t),
     }
-
-
-def hopper_tiles(dtype: torch.dtype, d: int, n: int) -> Wanted:
-    for kernel, (tiles, call) in _hopper(Sizes(dtype, d, n)).items():
-        for tile in tiles:
-            yield kernel, tile, partial(call, tile)
+    for name, call in calls.items():
+        tile = first[name.split()[0]]
+        yield f"hopper.{name}", tile, partial(call, tile)
 
 
 def others(dtype: torch.dtype, d: int, n: int) -> Wanted:
@@ -264,25 +277,32 @@ def others(dtype: torch.dtype, d: int, n: int) -> Wanted:
 
 
 def tuned() -> Wanted:
-    """Each distinct (kernel, sizes, dtype, tile) of the committed files; E changes nothing in the code."""
+    """Each distinct (kernel, sizes, dtype, tile) of the committed files; E changes nothing in the code.
+
+    In Hopper kernels, whose tiles are all compiled at other sizes too, d and n change only trip counts and masks.
+    """
     seen = set()
     for path in sorted((Path(tuning.__file__).parent / "tuned").glob("*.json")):
         for key, fields in json.loads(path.read_text()).items():
             kernel, *rest = key.split()
             *_, dtype, version = rest
             at = dict(part.split("=") for part in rest if "=" in part)
-            tile = Tile(**fields)
-            entry = (kernel, at["d"], at["n"], dtype, replace(tile, group=0))
+            tile, d, n = tile_of(fields), int(at["d"]), int(at["n"])
+            of_hopper = kernel.startswith("hopper.")
+            sizes = (d % tile.k, n % tile.k) if of_hopper else (d, n)
+            entry = (kernel, sizes, dtype, replace(tile, group=0))
             if at["triton"] != triton.__version__ or entry in seen:
                 continue
             seen.add(entry)
-            sizes = Sizes(getattr(torch, dtype), int(at["d"]), int(at["n"]))
-            yield key, tile, sizes.gemm(kernel, tile)
+            inputs = Sizes(getattr(torch, dtype), d, n)
+            name = kernel.removeprefix("hopper.")
+            yield key, tile, (inputs.hopper if of_hopper else inputs.gemm)(name, tile)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("group", nargs="?", default="tiles", choices=("tiles", "variants", "others", "tuned", "hopper"))
+    groups = ("tiles", "variants", "others", "tuned", "hopper", "hopper_variants")
+    parser.add_argument("group", nargs="?", default="tiles", choices=groups)
     parser.add_argument("--dtype", default="bf16", choices=_DTYPES)
     parser.add_argument("--d", type=int, default=1536)
     parser.add_argument("--n", type=int, default=256)
@@ -294,7 +314,8 @@ def main() -> None:
         "tiles": lambda: tiles(*at, asked.distinct),
         "variants": lambda: variants(*at),
         "others": lambda: others(*at),
-        "hopper": lambda: hopper_tiles(*at),
+        "hopper": lambda: hopper_family(*at, asked.distinct),
+        "hopper_variants": lambda: hopper_variants(*at),
         "tuned": tuned,
     }[asked.group]()
     for name, tile, call in wanted:
