@@ -140,7 +140,9 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
         )
 
     out = out.assign(
-        _panel=out.panel.map(common.size_panels(data).index), _rank=out.impl.map(common.rank), size=out.panel.str.split(":").str[0]
+        _panel=out.panel.map(common.size_panels(data).index),
+        _rank=out.impl.map(common.rank),
+        size=out.panel.str.split(":").str[0],
     )
     out = out.sort_values(["_panel", "G", "_rank", "series"])
     columns = [

@@ -165,7 +165,9 @@ def throughput(others: Iterable[str] = ()) -> Iterator[Row]:
                         factor = 0.9
                     kernels = layer_kernels(shape, mode, factor) if impl == "sonic" else None
                     yield measured(shape, us=shape.flops(mode) / 500e6 * factor, kernels=kernels, **given)
-                yield unmeasured(shape, "unavailable", "not installed", impl="megablocks", mode=mode, sweep="throughput")
+                yield unmeasured(
+                    shape, "unavailable", "not installed", impl="megablocks", mode=mode, sweep="throughput"
+                )
             for impl in ("sonic", "cublas_bmm"):
                 bound = {"op": "experts", "routing": Routing(distribution="balanced"), "sweep": "throughput"}
                 if (impl, size, n) == ("cublas_bmm", "30B", 256):

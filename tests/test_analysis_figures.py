@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from analysis import common, figures, load, report
-from sonic.record import Knobs, Method, TileSpec
+from sonic.record import Knobs, Method, Routing, TileSpec
 from sonic.shapes import Shape
 from tests import analysis_rows
 from tests.analysis_rows import H200, measured, unmeasured, write
@@ -54,7 +55,7 @@ def texts_of(figure: Figure) -> str:
 
 def test_every_figure_file_is_found_and_complete() -> None:
     known = figures.discover()
-    assert {"fig1", "sparsity", "tile", "smoke", "quick"} <= set(IDS)
+    assert {"fig1", "fig14", "roofline", "skew", "sparsity", "tile", "smoke", "quick"} <= set(IDS)
     for figure_id in known:
         module = figures.module_of(figure_id)
         assert module.__doc__ and module.TITLE and module.SWEEP
@@ -105,6 +106,119 @@ def test_fig1_table_holds_ours_the_papers_and_ratios(results: Path) -> None:
     assert line.held_vs_formula == pytest.approx(1.0)
     assert line.of_bound == pytest.approx(0.4)
     assert "megablocks" not in set(table.series)
+
+
+def bars_of(ax: Axes, colour: str) -> list[float]:
+    """Heights of the bars of an implementation's full colour, NaN where there is none."""
+    return [
+        bar.get_height()
+        for bar in ax.patches
+        if isinstance(bar, Rectangle) and matplotlib.colors.to_hex(bar.get_facecolor()) == colour
+    ]
+
+
+def test_fig14_draws_bars_the_papers_marks_statuses_and_the_bound(results: Path) -> None:
+    drawn = figures.build("fig14", results)
+    forward, both, forward_30b, _ = drawn.figure.axes
+    assert forward.get_title() == "7B: T=24576 d=1536, forward" and both.get_title().endswith("forward + backward")
+    for ax in (forward, both):
+        assert bars_of(ax, common.look("sonic").colour) == pytest.approx([500.0] * 3)
+        assert bars_of(ax, common.look("scattermoe").colour) == pytest.approx([250.0] * 3)
+    (finest, *others) = bars_of(forward_30b, common.look("scattermoe").colour)
+    assert np.isnan(finest) and others == pytest.approx([250.0] * 3)
+    assert [text.get_text() for text in forward_30b.texts].count("\N{MULTIPLICATION SIGN} oom") == 1
+    marks = {
+        (line.get_color(), float(line.get_ydata()[0]))
+        for line in forward.lines
+        if line.get_markerfacecolor() == "white"
+    }
+    assert marks == {
+        *((common.look("sonic").colour, value) for value in (366.0, 435.0, 468.0)),
+        *((common.look("scattermoe").colour, value) for value in (208.0, 235.0, 266.0)),
+    }
+    assert [handle.get_text() for handle in drawn.figure.legends[0].get_texts()] == [
+        "sonic (hopper)", "sonic (triton)", "sonicmoe_official", "scattermoe", "cublas_bmm (experts, balanced)",
+        "paper, H100 (Figs 1, 14; digitised)",
+    ]  # fmt: skip
+    text = " ".join(texts_of(drawn.figure).split())
+    assert "megablocks: unavailable (not installed)" in text and "No line of cublas_bmm at 30B n=256 (oom)." in text
+    mean = (1.1**6 * 0.9) ** (1 / 7)
+    assert f"forward {mean:.3f} (geometric mean of 7 shapes), least 0.900 at 7B n=1024" in text
+
+
+def test_fig14_table_compares_through_hopper_and_sums_up(results: Path) -> None:
+    table = figures.build("fig14", results).table
+    line = table[(table["size"] == "7B") & (table.n == 256)].set_index("series")
+    assert line.fwd_bwd_speed["sonic (triton)"] == pytest.approx(1.25)
+    assert line.fwd_bwd_speed["scattermoe"] == pytest.approx(2.0)
+    assert line.paper_fwd_bwd_speed["scattermoe"] == pytest.approx(1.86, abs=0.01)
+    assert line.paper_fwd_speed["scattermoe"] == pytest.approx(366 / 208)
+    assert line.of_bound["sonic (hopper)"] == pytest.approx(0.8)
+    assert np.isnan(line.fwd_speed["sonic (hopper, experts, balanced)"])
+    sums = table[table.n.isna()].set_index(["series", "size"])
+    assert sums.fwd_speed["sonicmoe_official", "geometric mean of 7"] == pytest.approx((1.1**6 * 0.9) ** (1 / 7))
+    assert sums.fwd_speed["sonicmoe_official", "least of 7"] == pytest.approx(0.9)
+    # The shape where scattermoe ran out of memory counts for the paper no more than for us.
+    paper_speeds = [366 / 208, 435 / 235, 468 / 266, 503 / 325, 553 / 369, 585 / 351]
+    assert sums.paper_fwd_speed["scattermoe", "geometric mean of 6"] == pytest.approx(np.prod(paper_speeds) ** (1 / 6))
+    assert "sonic (hopper)" not in sums.index.get_level_values("series")
+
+
+def test_fig14_compares_through_triton_where_hopper_did_not_run(tmp_path: Path) -> None:
+    given = {"sweep": "throughput"}
+    rows = [
+        unmeasured(SHAPE, "failed", knobs=Knobs(family="hopper"), **given),
+        measured(SHAPE, us=1000.0, knobs=Knobs(family="triton"), **given),
+        measured(SHAPE, "scattermoe", us=3000.0, **given),
+    ]
+    table = figures.build("fig14", write(tmp_path, rows)).table.set_index("series")
+    assert table.fwd_speed["scattermoe"] == pytest.approx(3.0)
+
+
+def test_fig14_has_room_for_eight_implementations(tmp_path: Path) -> None:
+    others = ["momoe", "megatron", "liger", "torch_grouped_mm_compiled"]
+    drawn = figures.build("fig14", write(tmp_path, analysis_rows.throughput(others)))
+    (ax, *_) = drawn.figure.axes
+    drawn.figure.canvas.draw()
+    boxes = sorted((text.get_window_extent() for text in ax.texts), key=lambda box: box.x0)
+    assert len(boxes) == 3 * 8
+    assert all(left.x1 <= right.x0 for left, right in zip(boxes, boxes[1:], strict=False))
+    assert drawn.figure.get_size_inches()[0] < 14
+
+
+def test_fig14_without_whole_layers_draws_nothing(tmp_path: Path) -> None:
+    bound = measured(SHAPE, op="experts", sweep="throughput")
+    with pytest.raises(figures.NotDrawn, match=r"belongs in it \(no whole layer was measured\)"):
+        figures.build("fig14", write(tmp_path, [bound]))
+
+
+def test_skew_divides_by_uniform_and_by_the_official_package(results: Path) -> None:
+    drawn = figures.build("skew", results)
+    ax = drawn.figure.axes[0]
+    assert ax.get_title() == "7B n=256, forward"
+    assert bars_of(ax, common.look("sonic").colour) == pytest.approx([1.1, 1.2])
+    assert bars_of(ax, common.look("sonicmoe_official").colour) == pytest.approx([1.21, 1.0])
+    assert [label.get_text() for label in ax.get_xticklabels()] == [
+        "zipf\nsonic : official 0.909", "hot\nsonic : official 1.200",
+    ]  # fmt: skip
+    assert "\N{MULTIPLICATION SIGN} crashed" in [text.get_text() for text in ax.texts]
+    line = drawn.table[(drawn.table.routing == "hot") & drawn.table.compared].iloc[0]
+    assert (line.slowdown, line.official_slowdown, line.vs_official) == pytest.approx((1.2, 1.0, 1.2))
+    assert "scattermoe" in set(drawn.table[drawn.table.status == "crashed"].series)
+
+
+def test_skew_says_which_series_has_no_uniform_row(tmp_path: Path) -> None:
+    given = {"op": "experts", "sweep": "skew"}
+    rows = [
+        measured(SHAPE, routing=Routing(distribution="uniform"), **given),
+        measured(SHAPE, routing=Routing(distribution="zipf", alpha=1.5), **given),
+        measured(SHAPE, "scattermoe", routing=Routing(distribution="zipf", alpha=1.5), **given),
+    ]
+    drawn = figures.build("skew", write(tmp_path, rows))
+    assert "No uniform row to compare with: scattermoe." in texts_of(drawn.figure)
+    assert set(drawn.table.routing) == {"zipf 1.5"}
+    with pytest.raises(figures.NotDrawn, match="no skewed routing was measured"):
+        figures.build("skew", write(tmp_path / "uniform", rows[:1]))
 
 
 def test_sparsity_derives_the_backward(results: Path) -> None:
@@ -219,7 +333,7 @@ def test_notes_of_rows_and_throttling_stand_below(tmp_path: Path) -> None:
     assert "1 of 2 rows were taken while the card throttled" in text
 
 
-@pytest.mark.parametrize("figure_id", ["fig1", "sparsity", "quick"])
+@pytest.mark.parametrize("figure_id", ["fig1", "fig14", "sparsity", "quick"])
 def test_notes_count_the_rows_of_both_passes(tmp_path: Path, figure_id: str) -> None:
     fast = {"device_us": [1000.0] * 3, "event_us": [900.0] * 3}
     near = {"device_us": [1000.0] * 3, "event_us": [980.0] * 3}

@@ -223,3 +223,13 @@ def test_a_pooled_point_is_throttled_when_one_seed_was() -> None:
     rows = [measured(shape, seed=seed, throttled=seed == 1) for seed in range(3)]
     (line,) = load.pool_seeds(load.tidy(rows)).itertuples()
     assert line.throttled is True
+
+
+def test_rows_name_the_card_where_an_environment_tells_it(tmp_path: Path) -> None:
+    rows = [measured(SHAPE, env_id=name, sweep=sweep, key=name) for name, sweep in (("a", "quick"), ("b", "tile"))]
+    write(tmp_path, rows)
+    (tmp_path / "env.jsonl").write_text(make_env(env_id="a", gpu_uuid="card1").model_dump_json() + "\n")
+    both = load.rows(tmp_path, ("quick", "tile"))[0].set_index("sweep")
+    assert both.card["quick"] == "card1" and pd.isna(both.card["tile"])
+    assert set(load.rows(tmp_path, "tile")[0].sweep) == {"tile"}
+    assert "card" in load.rows(tmp_path, "none")[0]

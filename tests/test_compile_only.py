@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,7 +33,14 @@ GROUPS = {
     "narrow": ("tiles", "--dtype", "bf16", "--d", "512", "--n", "64", "--distinct", "--filter", "up_proj|d_act|grad_2"),
     "variants": ("variants", "--dtype", "bf16"),
     "tuned": ("tuned",),
+    "hopper-7B": ("hopper", "--dtype", "bf16", "--d", "1536", "--n", "256", "--distinct"),
+    "hopper-30B": ("hopper", "--dtype", "bf16", "--d", "4096", "--n", "1024", "--distinct"),
+    "hopper-ragged": ("hopper", "--dtype", "fp16", "--d", "200", "--n", "72", "--distinct"),
+    "hopper-narrow": ("hopper", "--d", "512", "--n", "64", "--distinct", "--filter", "up_proj|d_act|grad_2"),
+    "hopper-variants": ("hopper_variants", "--dtype", "bf16"),
 }
+#: Warps of a Hopper kernel: two consumer warpgroups, and four warps that copy rows or one that asks TMA for them.
+HOPPER_WARPS = 12
 
 
 def environment(version: str, **more: str) -> dict[str, str]:
@@ -71,8 +79,20 @@ def faults(line: dict, itemsize: int) -> Iterator[str]:
     ring = tile["stages"] * (tile["m"] + tile["n"]) * tile["k"] * itemsize
     if shared < ring:
         yield f"{shared} bytes of shared memory for a ring of {ring}"
-    if line["registers"] * 32 * tile["warps"] * tile["ctas"] > REGISTERS:
+    warps = HOPPER_WARPS if "schedule" in tile else tile["warps"]
+    if line["registers"] * 32 * warps * tile["ctas"] > REGISTERS:
         yield f"{line['registers']} registers leave no room for {tile['ctas']} programs per SM"
+    if "schedule" in tile:
+        yield from hopper_faults(line)
+
+
+def hopper_faults(line: dict) -> Iterator[str]:
+    """Results leave by TMA, and rows come by cp.async where they are gathered and nowhere else."""
+    if not line["tma_stores"]:
+        yield "no TMA store"
+    gathered = not re.search(r"down_proj|d_input|rows", line["name"])
+    if bool(line["cp_async"]) != gathered:
+        yield f"{line['cp_async']} cp.async, rows {'are' if gathered else 'are not'} gathered"
 
 
 def check_room(lines: list[dict]) -> None:
@@ -91,7 +111,7 @@ def report(lines: list[dict], itemsize: int = 2) -> list[str]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
-    "group", [pytest.param(g, marks=[] if g == "variants" else [pytest.mark.slow]) for g in GROUPS]
+    "group", [pytest.param(g, marks=[] if g.endswith("variants") else [pytest.mark.slow]) for g in GROUPS]
 )
 def test_every_shipped_tile(version: str, group: str) -> None:
     """No spills, tensor cores, TMA, shared memory within the limit and enough for the ring of operand blocks."""

@@ -178,7 +178,6 @@ class _Prepared:
 
     def __init__(self, compiled: CompiledKernel) -> None:
         self.compiled = compiled
-        self.function, self.metadata = compiled.function, compiled.packed_metadata
         self.described = compiled.metadata.tensordesc_meta
         self.run = copy(compiled.run)
         if isfunction(self.run.launch):  # there are descriptors, and this is the step that encodes them
@@ -196,7 +195,8 @@ class _Prepared:
             at, descriptor = descriptors[i]
             passed[at : at + 1] = _launch_arguments(descriptor, self.described[i] if self.described else None)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        self.run(*grid, stream, self.function, self.metadata, None, None, None, *passed)
+        compiled = self.compiled
+        self.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *passed)
 
 
 def _launch_arguments(d: TensorDescriptor, meta: dict[str, object] | None) -> list[object]:
