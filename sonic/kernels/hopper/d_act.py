@@ -45,7 +45,6 @@ def configs(n: int) -> list[Tile]:
         HopperTile(128, 128, stages=4, group=4),
         HopperTile(128, 256, stages=3, buffers=1),
         HopperTile(128, 256, stages=3, buffers=1, group=4),
-        HopperTile(128, 128, stages=4, schedule="pingpong", buffers=1),
         HopperTile(128, 64, stages=5, schedule="pingpong"),
     ]
     return fitting(tiles, n)

@@ -115,7 +115,7 @@ def _grouped_gemm_kernel(
                 k_size, stride_x, H, GATHER, K_MAJOR, BLOCK_M, W_BYTES, BLOCK_N, K, GROUP, PROGRAMS, WARPS,
             )),
         ],
-        [4, WARPS], [232, 40],
+        [4, WARPS], [224 if GATHER else 232, 56 if GATHER else 40],
     )  # fmt: skip
 
 
