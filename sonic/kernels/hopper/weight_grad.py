@@ -93,7 +93,9 @@ def _produce(
             cols = d0 + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, layout))
             # the next tile's first rows, as this tile's are at hand
             coming = gl.load(gather_ptr + gl.minimum(start1 + rows, end1 - 1), mask=start1 + rows * 0 < end1, other=0)
-        for row in range(start, end, K):
+        # not range(start, end, K): Triton 3.6 overlooks that the outer loop carries what only bounds an inner one
+        for step in range((end - start + K - 1) // K):
+            row = start + step * K
             if GATHER:
                 after = gl.load(gather_ptr + gl.minimum(row + K + rows, end - 1))
             mbarrier.wait(ring.empty.index(stage), phase)
