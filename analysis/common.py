@@ -332,12 +332,13 @@ def bar_handles(lines: pd.DataFrame, y: str) -> list[Patch]:
 
 def draw_bars(
     ax: Axes, lines: pd.DataFrame, styles: dict[str, dict[str, object]], x: str, y: str, positions: Sequence[object],
-    form: str = ".0f",
+    top: float, form: str = ".0f",
 ) -> dict[tuple[str, object], float]:  # fmt: skip
     """A group of bars at every position, one bar per series of `styles`: the median `y` with its p20 to p80 band for
     times and rates, its value at the foot, and in the place of a missing bar the status.
 
-    Returns where the bar of (series, position) stands.
+    `top`: the highest bar on this scale; a bar too low for its value carries it on its head. Returns where the bar of
+    (series, position) stands.
     """
     width = 0.86 / max(1, len(styles))
     places = {}
@@ -351,13 +352,13 @@ def draw_bars(
         dark = np.dot(style["facecolor"], (0.3, 0.59, 0.11)) < 0.6
         for place, position, (_, line) in zip(at, positions, group.iterrows(), strict=True):
             places[name, position] = float(place)
-            there = pd.notna(line[y])
+            there, inside = pd.notna(line[y]), line[y] > 0.25 * top
             status = "no row" if pd.isna(line.status) else f"no {y}" if line.status == "ok" else line.status
             ax.annotate(
-                format(line[y], form) if there else f"\N{MULTIPLICATION SIGN} {status.replace('_', ' ')}", (place, 0),
-                xycoords=("data", "axes fraction"), xytext=(0, 3), textcoords="offset points", rotation=90,
-                ha="center", va="bottom", fontsize=5.5, zorder=4,
-                color=("white" if dark else "#1b1f24") if there else style["edgecolor"],
+                format(line[y], form) if there else f"\N{MULTIPLICATION SIGN} {status.replace('_', ' ')}",
+                (place, line[y] if there and not inside else 0), xytext=(0, 3), textcoords="offset points",
+                rotation=90, ha="center", va="bottom", fontsize=5.5, zorder=4,
+                color=("white" if dark else "#1b1f24") if inside else style["edgecolor"],
             )  # fmt: skip
     ax.set_xlim(-0.55, len(positions) - 0.45)
     ax.grid(False, axis="x")
@@ -478,6 +479,15 @@ def panels(figure: Figure, rows: int, columns: int, size: tuple[float, float] = 
     """A sheet of (rows, columns) panels of `size` inches, `gap` inches apart; a single column is made wider."""
     axes = figure.subplots(rows, columns, squeeze=False, sharex="col" if share_x else False)
     return Sheet(figure, axes, size if columns > 1 else (max(size[0], 4.4), size[1]), gap)
+
+
+def share_scale(sheet: Sheet) -> None:
+    """One y axis from zero for all panels, labelled in the first column."""
+    top = max(ax.get_ylim()[1] for ax in sheet.axes.flat) * 1.03
+    for ax in sheet.axes.flat:
+        ax.set_ylim(0, top)
+    for ax in sheet.axes[:, 1:].flat:
+        ax.tick_params(labelleft=False)
 
 
 def _tick_width(ax: Axes) -> int:

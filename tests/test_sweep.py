@@ -265,6 +265,15 @@ def test_the_table_shows_what_a_tile_needs_and_the_limit(reason: str) -> None:
     assert "Required" not in reason or "Required: 655360" in text
 
 
+def test_what_does_no_flops_shows_gigabytes_per_second() -> None:
+    copy = make_row(flops_model=0, bytes_model=2_200_000)
+    assert sweep.line_of(copy, []).endswith("0.11 ms  20 GB/s")
+    assert sweep.line_of(make_row(), []).endswith("0.11 ms  0.1 TFLOP/s")
+    rates = {name: texts for name, _, texts in sweep.columns_of([make_row(), copy], [])}
+    assert (rates["TFLOP/s"], rates["GB/s"]) == (["0.1", "0"], ["10", "20"])
+    assert "GB/s" not in {name for name, *_ in sweep.columns_of([make_row()], [])}
+
+
 def test_cfg_prints_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep.main(["--cfg", "measure=publish"]) == 0
     assert "timeout_s: 900" in capsys.readouterr().out

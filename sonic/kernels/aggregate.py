@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sonic.kernels.common import INTERPRET, Cost, cdiv, launch, narrow, next_power_of_2, widened
+from sonic.kernels.common import INTERPRET, Cost, cdiv, launch, launch_sized, narrow, next_power_of_2, widened
 from sonic.shapes import Shape
 
 
@@ -54,11 +54,15 @@ def aggregate(
     if T:
         block_d = min(2048, next_power_of_2(d))
         block_t = 32 if INTERPRET else max(1, 1024 // block_d)
-        launch(
+        launch_sized(
             _aggregate_kernel,
-            (cdiv(T, block_t), cdiv(d, block_d)),
-            (y_Rd, row_idx_R, scores_TK, o, T, d, K, min(K, 8), block_t, block_d),
-            num_warps=4,
+            (y_Rd.dtype, T, d, K, row_idx_R is None, scores_TK is None),
+            (y_Rd, row_idx_R, scores_TK, o),
+            lambda: (
+                (cdiv(T, block_t), cdiv(d, block_d)),
+                (y_Rd, row_idx_R, scores_TK, o, T, d, K, min(K, 8), block_t, block_d),
+                {},
+            ),
         )
     return o
 

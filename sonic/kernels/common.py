@@ -5,7 +5,7 @@ Letters as in the paper: T tokens, d width, n expert intermediate size, E expert
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -160,102 +160,149 @@ def persistent_grid(device: torch.device, tile: Tile, tiles: int) -> tuple[int]:
     return (max(1, min(num_sms(device) * tile.ctas, tiles)),)
 
 
+def _kind(argument: object) -> object:
+    """What the just-in-time compiler distinguishes of an argument that is no compile-time constant."""
+    if argument is None:
+        return None
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, argument >> 31
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return argument.base.dtype, *argument.block_shape  # a tensor descriptor
+
+
 #: Of each kernel (by identity: hashing one costs as much as looking it up) which arguments are compile-time constants.
 _constants: dict[int, tuple[bool, ...]] = {}
 #: Compiled kernels by what they were specialised for.
-_compiled: dict[tuple, _Prepared] = {}
-#: Launch arguments of tensor descriptors, the encoded map among them, by all that they are made of.
-_maps: dict[tuple, list[object]] = {}
-_MAPS_KEPT = 4096
+_compiled: dict[tuple, CompiledKernel] = {}
 
 
-class _Prepared:
-    """A compiled kernel, launched with addresses and with tensor maps that are encoded once.
+def launch(
+    kernel: JITFunction, grid: tuple[int, ...], arguments: Sequence[object], **options: int
+) -> CompiledKernel | None:
+    """`kernel[grid](*arguments, **options)`; the first argument is a tensor on the device of the launch.
+
+    Triton's own call binds and specialises the arguments anew every time, at two to three times the cost of the launch;
+    here the compiled kernel is looked up and launched. Returns it (None in the interpreter).
+    """
+    if INTERPRET:
+        kernel[grid](*arguments, **options)
+        return None
+    constants = _constants.get(id(kernel))
+    if constants is None:
+        constants = _constants[id(kernel)] = tuple(parameter.is_constexpr for parameter in kernel.params)
+    kinds = [a if constant else _kind(a) for a, constant in zip(arguments, constants, strict=True)]
+    key = (id(kernel), arguments[0].get_device(), *options.values(), *kinds)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = _compiled[key] = kernel[grid](*arguments, **options)
+    else:
+        compiled[(*grid, 1, 1)[:3]](*arguments)
+    return compiled
+
+
+#: What a launch needs beside addresses: grid, arguments and options.
+Launch = tuple[tuple[int, ...], Sequence[object], dict[str, int]]
+#: Launches by kernel, device and sizes.
+_plans: dict[tuple, _Plan] = {}
+_PLANS_KEPT = _MAPS_KEPT = 4096
+
+
+class _Plan:
+    """A launch with places for the addresses of some tensors, and for the tensor maps made of them.
 
     Triton's own launcher encodes each map anew at every launch (9 us on the host), and asks each tensor for its address
     and the driver for each address.
     """
 
-    def __init__(self, compiled: CompiledKernel) -> None:
-        self.compiled = compiled
-        self.described = compiled.metadata.tensordesc_meta
+    def __init__(self, compiled: CompiledKernel, launch: Launch, tensors: Sequence[torch.Tensor | None]) -> None:
+        grid, arguments, _ = launch
+        self.compiled, self.grid = compiled, (*grid, 1, 1)[:3]
         self.run = copy(compiled.run)
         if isfunction(self.run.launch):  # there are descriptors, and this is the step that encodes them
             self.run.launch = getclosurevars(self.run.launch).nonlocals["launcher"]
+        metas = compiled.metadata.tensordesc_meta
+        self.template: list[object] = []
+        self.pointers: list[tuple[int, int]] = []
+        self.maps: list[tuple[int, int, TensorDescriptor, object, dict[int, object]]] = []
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        for argument in arguments:
+            at = len(self.template)
+            if isinstance(argument, torch.Tensor):
+                self.pointers.append((at, addresses.index(argument.data_ptr())))
+                self.template.append(None)
+            elif hasattr(argument, "block_shape"):
+                address = argument.base.data_ptr()
+                meta = metas[len(self.maps)] if metas else None
+                expanded = make_tensordesc_arg(argument, meta)
+                bare = copy(argument)
+                bare.base = None  # a tensor must not live on in here
+                self.maps.append((at, addresses.index(address), bare, meta, {address: expanded[0]}))
+                self.template += [None, *expanded[1:]]
+            else:
+                self.template.append(argument)
 
-    def launch(
-        self,
-        device: int,
-        grid: tuple[int, int, int],
-        passed: list[object],
-        descriptors: list[tuple[int, TensorDescriptor]],
-    ) -> None:
-        """Arguments as addresses and numbers, with the places where descriptors go."""
-        for i in range(len(descriptors) - 1, -1, -1):
-            at, descriptor = descriptors[i]
-            passed[at : at + 1] = _launch_arguments(descriptor, self.described[i] if self.described else None)
+    def __call__(self, device: int, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Launch; False, and nothing done, where an address is not the multiple of 16 that the kernel was compiled
+        for."""
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        every = 0
+        for address in addresses:
+            every |= address
+        if every % 16:
+            return False
+        passed = self.template.copy()
+        for at, i in self.pointers:
+            passed[at] = addresses[i]
+        for at, i, bare, meta, known in self.maps:
+            passed[at] = known.get(addresses[i]) or self._encode(tensors[i], bare, meta, known)
         stream = torch._C._cuda_getCurrentRawStream(device)
         compiled = self.compiled
-        self.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *passed)
+        self.run(*self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *passed)
+        return True
+
+    @staticmethod
+    def _encode(tensor: torch.Tensor, bare: TensorDescriptor, meta: object, known: dict[int, object]) -> object:
+        if meta is None:  # a card without tensor maps
+            return tensor.data_ptr()
+        if len(known) == _MAPS_KEPT:
+            known.clear()
+        whole = copy(bare)
+        whole.base = tensor
+        made = known[tensor.data_ptr()] = make_tensordesc_arg(whole, meta)[0]
+        return made
 
 
-def _launch_arguments(d: TensorDescriptor, meta: dict[str, object] | None) -> list[object]:
-    if meta is None:  # a card without tensor maps
-        return make_tensordesc_arg(d, None)
-    key = (d.base.data_ptr(), meta["elem_type"], meta["swizzle"], *d.shape, *d.strides, *d.block_shape)
-    made = _maps.get(key)
-    if made is None:
-        if len(_maps) == _MAPS_KEPT:
-            _maps.clear()
-        made = _maps[key] = make_tensordesc_arg(d, meta)
-    return made
+def launch_sized(
+    kernel: JITFunction, sizes: tuple, tensors: Sequence[torch.Tensor | None], build: Callable[[], Launch]
+) -> None:
+    """As `launch`, for what follows from hashable `sizes` (kernel, dtypes and strides included) and the addresses of
+    `tensors` alone: the launch is built once per sizes, then only addresses are filled in.
 
-
-def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: Sequence[object], **options: int) -> None:
-    """`kernel[grid](*arguments, **options)`; the first argument is a tensor on the device of the launch.
-
-    Triton's own call binds and specialises the arguments anew every time, at two to three times the cost of the launch;
-    here the compiled kernel is looked up and launched.
+    The first tensor is on the device of the launch, none of the others is at its address.
     """
     if INTERPRET:
+        grid, arguments, options = build()
         kernel[grid](*arguments, **options)
         return
-    constants = _constants.get(id(kernel))
-    if constants is None:
-        constants = _constants[id(kernel)] = tuple(parameter.is_constexpr for parameter in kernel.params)
-    # what the just-in-time compiler distinguishes, and what the launcher takes
-    device = arguments[0].get_device()
-    key: list[object] = [id(kernel), device, *options.values()]
-    passed: list[object] = []
-    descriptors: list[tuple[int, TensorDescriptor]] = []
-    for argument, constant in zip(arguments, constants, strict=True):
-        if constant or argument is None:
-            key.append(argument)
-            passed.append(argument)
-        elif isinstance(argument, torch.Tensor):
-            address = argument.data_ptr()
-            key += (argument.dtype, address % 16 == 0)
-            passed.append(address)
-        elif isinstance(argument, int):
-            key += (argument == 1, argument % 16 == 0, argument >> 31)
-            passed.append(argument)
-        else:
-            key += (argument.base.dtype, *argument.block_shape)
-            descriptors.append((len(passed), argument))
-            passed.append(argument)
-    lookup = tuple(key)
-    prepared = _compiled.get(lookup)
-    if prepared is None:
-        _compiled[lookup] = _Prepared(kernel[grid](*arguments, **options))
-    elif _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:  # a profiler wants to know
-        prepared.compiled[(*grid, 1, 1)[:3]](*arguments)
-    else:
-        prepared.launch(device, (*grid, 1, 1)[:3], passed, descriptors)
+    device = tensors[0].get_device()
+    key = (id(kernel), device, *sizes)
+    plan = _plans.get(key)
+    watched = _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls
+    if plan is not None and not watched and plan(device, tensors):
+        return
+    grid, arguments, options = built = build()
+    compiled = launch(kernel, grid, arguments, **options)
+    if not any(t is not None and t.data_ptr() % 16 for t in tensors):
+        if len(_plans) == _PLANS_KEPT:
+            _plans.clear()
+        _plans[key] = _Plan(compiled, built, tensors)
 
 
 def forget() -> None:
     """Drop the compiled kernels that launches would reuse."""
     _compiled.clear()
+    _plans.clear()
 
 
 def tma_ready(*tensors: torch.Tensor) -> bool:

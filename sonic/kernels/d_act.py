@@ -25,6 +25,7 @@ from sonic.kernels.common import (
     INTERPRET,
     UNALIGNED,
     Cost,
+    Launch,
     Tile,
     capped,
     cdiv,
@@ -33,6 +34,7 @@ from sonic.kernels.common import (
     dot,
     halves,
     launch,
+    launch_sized,
     narrow,
     next_power_of_2,
     num_sms,
@@ -190,15 +192,15 @@ def _launch(
     ds = new(num_n, R, dtype=torch.float32) if fused else None
     if R == 0:
         return dh, ap, ds
-    check_fits(tile, do.element_size())
-    tma = tma_ready(w2_Edn)
-    dh3 = dh.view(R, 2, n) if fused else None
-    store_tma = fused and tile.store == "tma" and rows_aligned(n, do.element_size())
-    chunk = tile.n // tile.split
     tiles = meta.tile_map(tile.m)
-    launch(
-        _d_act_kernel, persistent_grid(do.device, tile, tiles.limit * num_n),
-        (
+
+    def build() -> Launch:
+        check_fits(tile, do.element_size())
+        tma = tma_ready(w2_Edn)
+        dh3 = dh.view(R, 2, n) if fused else None
+        store_tma = fused and tile.store == "tma" and rows_aligned(n, do.element_size())
+        chunk = tile.n // tile.split
+        arguments = (
             do, w2_Edn, descriptor(w2_Edn, [1, tile.k, tile.n]) if tma else None, h, scores_R,
             dh if fused else ap, ragged(dh3, [tile.m, 1, chunk]) if store_tma else None,
             ap, ragged(ap, [tile.m, chunk]) if store_tma else None,
@@ -206,9 +208,15 @@ def _launch(
             R, d, n, tiles.limit, do.stride(0), *w2_Edn.stride(),
             fused, tma, store_tma, d % tile.k == 0, n % tile.n == 0, tile.m, tile.n, tile.k, tile.split,
             tile.group, tile.flatten, num_sms(do.device) * tile.ctas,
-        ),
-        **tile.options(),
-    )  # fmt: skip
+        )  # fmt: skip
+        return persistent_grid(do.device, tile, tiles.limit * num_n), arguments, tile.options()
+
+    launch_sized(
+        _d_act_kernel,
+        (do.dtype, do.shape, do.stride(), w2_Edn.shape, w2_Edn.stride(), R, gather, fused, tile),
+        (do, w2_Edn, h, scores_R, dh, ap, ds, meta.gather_idx_R, tiles.table),
+        build,
+    )
     return dh, ap, ds
 
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from sonic.kernels.common import (
     INTERPRET,
     UNALIGNED,
+    Launch,
     Tile,
     capped,
     cdiv,
@@ -26,7 +27,7 @@ from sonic.kernels.common import (
     descriptor,
     dot,
     halves,
-    launch,
+    launch_sized,
     narrow,
     num_sms,
     output_tile,
@@ -158,15 +159,16 @@ def grouped_gemm(
         y = torch.empty(R, d, dtype=a_RHk.dtype, device=a_RHk.device)
     if R == 0:
         return y
-    check_fits(tile, a_RHk.element_size())
-    tma = tma_ready(a_RHk, b)
-    store_tma = into == "rows" and tile.store == "tma" and rows_aligned(d, y.element_size())
-    stride_e, stride_h, stride_bd, stride_bk = b.stride() if k_major else (*b.stride()[:2], b.stride(3), b.stride(2))
     tiles = meta.tile_map(tile.m)
-    block_b = [1, 1, tile.n, tile.k] if k_major else [1, 1, tile.k, tile.n]
-    launch(
-        _grouped_gemm_kernel, persistent_grid(a_RHk.device, tile, tiles.limit * cdiv(d, tile.n)),
-        (
+
+    def build() -> Launch:
+        check_fits(tile, a_RHk.element_size())
+        tma = tma_ready(a_RHk, b)
+        store_tma = into == "rows" and tile.store == "tma" and rows_aligned(d, y.element_size())
+        stride_e, stride_h, *rest = b.stride()
+        stride_bd, stride_bk = rest if k_major else reversed(rest)
+        block_b = [1, 1, tile.n, tile.k] if k_major else [1, 1, tile.k, tile.n]
+        arguments = (
             a_RHk, descriptor(a_RHk.view(R, H * k), [tile.m, tile.k]) if tma else None, b,
             descriptor(b, block_b) if tma else None,
             y, ragged(y, [tile.m, tile.n // tile.split]) if store_tma else None,
@@ -174,9 +176,15 @@ def grouped_gemm(
             k, d, tiles.limit, stride_e, stride_h, stride_bk, stride_bd,
             H, k_major, into, tma, store_tma, tile.m, tile.n, tile.k, tile.split,
             tile.group, tile.flatten, num_sms(a_RHk.device) * tile.ctas,
-        ),
-        **tile.options(),
-    )  # fmt: skip
+        )  # fmt: skip
+        return persistent_grid(a_RHk.device, tile, tiles.limit * cdiv(d, tile.n)), arguments, tile.options()
+
+    launch_sized(
+        _grouped_gemm_kernel,
+        (a_RHk.dtype, a_RHk.shape, b.shape, b.stride(), meta.T, k_major, into, scores is None, tile),
+        (a_RHk, b, y, meta.slot_idx_R, meta.gather_idx_R, scores, tiles.table),
+        build,
+    )
     return y
 
 

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sonic.kernels.common import INTERPRET, Cost, cdiv, launch, next_power_of_2
+from sonic.kernels.common import INTERPRET, Cost, cdiv, launch_sized, next_power_of_2
 from sonic.shapes import Shape
 
 #: Slots per program; every pair of them is compared for the rank within the block.
@@ -217,24 +217,38 @@ def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
         out.offsets_E1.zero_()
         return out
     blocks = cdiv(R, _BLOCK)
-    partial, counts, finished = new(blocks * E + E + 1).split([blocks * E, E, 1])
+    # each part at a multiple of 16 bytes
+    parts = [cdiv(blocks * E, 4) * 4, cdiv(E, 4) * 4, 1]
+    partial, counts, finished = new(sum(parts)).split(parts)
     e_pad = next_power_of_2(E + 1)
-    launch(_histogram_kernel, (blocks,), (ids_TK, partial, finished, R, E, _BLOCK, e_pad))
-    launch(
-        _prefix_kernel, (cdiv(E, _PREFIX_COLS),),
-        (
-            partial, counts, finished, out.offsets_E1, blocks, E, R,
-            min(_PREFIX_ROWS, next_power_of_2(blocks)), _PREFIX_COLS, e_pad,
+    sizes = (R, E, K)
+    launch_sized(
+        _histogram_kernel, sizes, (ids_TK, partial, finished),
+        lambda: ((blocks,), (ids_TK, partial, finished, R, E, _BLOCK, e_pad), {}),
+    )  # fmt: skip
+    launch_sized(
+        _prefix_kernel, sizes, (partial, counts, finished, out.offsets_E1),
+        lambda: (
+            (cdiv(E, _PREFIX_COLS),),
+            (
+                partial, counts, finished, out.offsets_E1, blocks, E, R,
+                min(_PREFIX_ROWS, next_power_of_2(blocks)), _PREFIX_COLS, e_pad,
+            ),
+            {"num_warps": 8},
         ),
-        num_warps=8,
     )  # fmt: skip
     tiles = out.maps[_TILE_M] = _new_tile_map(out.offsets_E1, R, _TILE_M)
     per_program = _map_block(e_pad)
-    launch(
-        _scatter_kernel, (blocks + cdiv(tiles.limit, per_program),),
-        (
-            ids_TK, partial, out.offsets_E1, out.slot_idx_R, out.gather_idx_R, out.row_idx_R, tiles.table,
-            R, E, K, blocks, tiles.limit, _BLOCK, e_pad, _TILE_M, per_program,
+    launch_sized(
+        _scatter_kernel, sizes,
+        (ids_TK, partial, out.offsets_E1, out.slot_idx_R, out.gather_idx_R, out.row_idx_R, tiles.table),
+        lambda: (
+            (blocks + cdiv(tiles.limit, per_program),),
+            (
+                ids_TK, partial, out.offsets_E1, out.slot_idx_R, out.gather_idx_R, out.row_idx_R, tiles.table,
+                R, E, K, blocks, tiles.limit, _BLOCK, e_pad, _TILE_M, per_program,
+            ),
+            {},
         ),
     )  # fmt: skip
     return out
@@ -266,11 +280,16 @@ def restore(
         tiles = meta.maps[_TILE_M] = _new_tile_map(offsets_E1, R, _TILE_M)
         blocks, e_pad = cdiv(R, _RESTORE_BLOCK), next_power_of_2(E)
         per_program = _map_block(e_pad)
-        launch(
-            _restore_kernel, (blocks + cdiv(tiles.limit, per_program),),
-            (
-                row_idx_R, scores_TK, offsets_E1, slot_idx, gather_idx, scores_R, tiles.table,
-                R, E, K, blocks, tiles.limit, _RESTORE_BLOCK, e_pad, _TILE_M, per_program,
+        launch_sized(
+            _restore_kernel, (scores_TK.dtype, R, E, K),
+            (row_idx_R, scores_TK, offsets_E1, slot_idx, gather_idx, scores_R, tiles.table),
+            lambda: (
+                (blocks + cdiv(tiles.limit, per_program),),
+                (
+                    row_idx_R, scores_TK, offsets_E1, slot_idx, gather_idx, scores_R, tiles.table,
+                    R, E, K, blocks, tiles.limit, _RESTORE_BLOCK, e_pad, _TILE_M, per_program,
+                ),
+                {},
             ),
         )  # fmt: skip
     return meta, scores_R
@@ -293,7 +312,10 @@ def tile_map(offsets_E1: torch.Tensor, R: int, m: int) -> TileMap:
     tiles, e_pad = _new_tile_map(offsets_E1, R, m), next_power_of_2(E)
     block = _map_block(e_pad)
     grid = (max(1, cdiv(tiles.limit, block)),)
-    launch(_tile_map_kernel, grid, (offsets_E1, tiles.table, E, tiles.limit, m, e_pad, block))
+    launch_sized(
+        _tile_map_kernel, (R, E, m), (offsets_E1, tiles.table),
+        lambda: (grid, (offsets_E1, tiles.table, E, tiles.limit, m, e_pad, block), {}),
+    )  # fmt: skip
     return tiles
 
 

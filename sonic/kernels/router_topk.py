@@ -13,14 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from sonic.kernels.common import INTERPRET, Cost, cdiv, launch, narrow, next_power_of_2
+from sonic.kernels.common import INTERPRET, Cost, cdiv, launch_sized, narrow, next_power_of_2
 from sonic.shapes import Shape
 
 
 @triton.jit
 def _topk_kernel(
     logits_ptr, scores_ptr, ids_ptr, T, E, stride_t,
-    K: tl.constexpr, E_PAD: tl.constexpr, WIDE: tl.constexpr, BLOCK_T: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, E_PAD: tl.constexpr, WIDE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, E_PAD)
@@ -44,20 +44,26 @@ def _topk_kernel(
     key = (order.to(key_type) << 16) | (0xFFFF - e)[None, :]
     # columns past E lose to every real one, -inf among them
     key = tl.where((e < E)[None, :], key, lowest)
-    # Everything stays where the logits are: results in a block (BLOCK_T, K) of their own would cross shared memory K
-    # times.
-    rank = tl.full((BLOCK_T, E_PAD), K, tl.int32)
+    k = tl.arange(0, K_PAD)
+    chosen = tl.full((BLOCK_T, K_PAD), lowest, key_type)
     for i in tl.range(K):
-        best = key == tl.max(key, axis=1)[:, None]
-        rank = tl.where(best, i, rank)
-        key = tl.where(best, lowest, key)
-    chosen = inside & (rank < K)
-    largest = tl.sum(tl.where(rank == 0, x, 0.0), axis=1)
-    p = tl.where(chosen, tl.exp(x - largest[:, None]), 0.0)
+        best = tl.max(key, axis=1)[:, None]
+        chosen = tl.where((k == i)[None, :], best, chosen)
+        key = tl.where(key == best, lowest, key)
+    order = (chosen >> 16).to(tl.int32)
+    if WIDE:
+        values = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    else:
+        bits = (order ^ ((order >> 15) & 0x7FFF)).to(tl.int16)
+        values = bits.to(logits_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+    real = (k < K)[None, :]
+    largest = tl.sum(tl.where((k == 0)[None, :], values, 0.0), axis=1)
+    p = tl.where(real, tl.exp(values - largest[:, None]), 0.0)
     p = p / tl.sum(p, axis=1)[:, None]
-    out = t.to(tl.int64)[:, None] * K + rank
-    tl.store(scores_ptr + out, p, mask=chosen)
-    tl.store(ids_ptr + out, tl.broadcast_to(e[None, :], (BLOCK_T, E_PAD)), mask=chosen)
+    out = t.to(tl.int64)[:, None] * K + k[None, :]
+    mask = (t < T)[:, None] & real
+    tl.store(scores_ptr + out, p, mask=mask)
+    tl.store(ids_ptr + out, 0xFFFF - (chosen & 0xFFFF).to(tl.int32), mask=mask)
 
 
 @triton.jit
@@ -104,11 +110,19 @@ def router_topk(logits_TE: torch.Tensor, K: int) -> tuple[torch.Tensor, torch.Te
     if T:
         e_pad = next_power_of_2(E)
         block = _block_t(e_pad)
-        launch(
+        launch_sized(
             _topk_kernel,
-            (cdiv(T, block),),
-            (logits_TE, scores, ids, T, E, logits_TE.stride(0), K, e_pad, logits_TE.element_size() == 4, block),
-        )
+            (logits_TE.dtype, T, E, logits_TE.stride(0), K),
+            (logits_TE, scores, ids),
+            lambda: (
+                (cdiv(T, block),),
+                (
+                    logits_TE, scores, ids, T, E, logits_TE.stride(0),
+                    K, next_power_of_2(K), e_pad, logits_TE.element_size() == 4, block,
+                ),
+                {},
+            ),
+        )  # fmt: skip
     return scores, ids
 
 
@@ -138,11 +152,17 @@ def router_topk_backward(
         e_pad = next_power_of_2(E)
         block = _block_t(e_pad)
         parts, R = partials.shape
-        launch(
-            _topk_backward_kernel, (cdiv(T, block),),
-            (
-                partials, row_idx_R, scores_TK, ids_TK, dlogits, T, E, R, parts,
-                K, next_power_of_2(K), e_pad, block,
+        launch_sized(
+            _topk_backward_kernel,
+            (dtype, T, E, K, R, parts),
+            (partials, row_idx_R, scores_TK, ids_TK, dlogits),
+            lambda: (
+                (cdiv(T, block),),
+                (
+                    partials, row_idx_R, scores_TK, ids_TK, dlogits, T, E, R, parts,
+                    K, next_power_of_2(K), e_pad, block,
+                ),
+                {},
             ),
         )  # fmt: skip
     return dlogits

@@ -23,6 +23,7 @@ from sonic.kernels.common import (
     INTERPRET,
     UNALIGNED,
     Cost,
+    Launch,
     Tile,
     capped,
     cdiv,
@@ -31,6 +32,7 @@ from sonic.kernels.common import (
     dot,
     halves,
     launch,
+    launch_sized,
     narrow,
     next_power_of_2,
     num_sms,
@@ -155,15 +157,15 @@ def up_proj(
     if tile is None:
         rerun = partial(up_proj, x, w1_E2nd, meta, gather=gather, with_act=with_act, with_h=with_h)
         tile = tuning.choose("up_proj", d, n, E, x.dtype, lambda: configs(x.dtype, n, tma_ready(w1_E2nd)), rerun)
-    check_fits(tile, x.element_size())
-    half = tile.n // 2
-    tma = tma_ready(w1_E2nd)
-    h3 = h.view(R, 2, n) if with_h else None
-    store_tma = tile.store == "tma" and rows_aligned(n, x.element_size())
     tiles = meta.tile_map(tile.m)
-    launch(
-        _up_proj_kernel, persistent_grid(x.device, tile, tiles.limit * cdiv(n, half)),
-        (
+
+    def build() -> Launch:
+        check_fits(tile, x.element_size())
+        half = tile.n // 2
+        tma = tma_ready(w1_E2nd)
+        h3 = h.view(R, 2, n) if with_h else None
+        store_tma = tile.store == "tma" and rows_aligned(n, x.element_size())
+        arguments = (
             x, w1_E2nd, descriptor(w1_E2nd, [1, 2, half, tile.k]) if tma else None,
             h, ragged(h3, [tile.m, 1, half]) if store_tma and with_h else None,
             a, ragged(a[:, None], [tile.m, 1, half]) if store_tma and with_act else None,
@@ -171,9 +173,15 @@ def up_proj(
             n, d, tiles.limit, x.stride(0), *w1_E2nd.stride(),
             with_h, with_act, tma, store_tma, d % tile.k == 0, tile.m, tile.n, tile.k,
             tile.group, tile.flatten, num_sms(x.device) * tile.ctas,
-        ),
-        **tile.options(),
-    )  # fmt: skip
+        )  # fmt: skip
+        return persistent_grid(x.device, tile, tiles.limit * cdiv(n, half)), arguments, tile.options()
+
+    launch_sized(
+        _up_proj_kernel,
+        (x.dtype, x.shape, x.stride(), w1_E2nd.shape, w1_E2nd.stride(), R, gather, with_h, with_act, tile),
+        (x, w1_E2nd, h, a, meta.gather_idx_R, tiles.table),
+        build,
+    )
     return h, a
 
 

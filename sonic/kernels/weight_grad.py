@@ -18,6 +18,7 @@ from sonic.kernels.common import (
     INTERPRET,
     UNALIGNED,
     Cost,
+    Launch,
     Tile,
     capped,
     cdiv,
@@ -26,7 +27,7 @@ from sonic.kernels.common import (
     dot,
     grouped_tile,
     halves,
-    launch,
+    launch_sized,
     narrow,
     num_sms,
     persistent_grid,
@@ -144,25 +145,31 @@ def _weight_grad(
     E, d = out.shape[0], q.shape[1]
     if R == 0:
         return out.zero_()
-    check_fits(tile, q.element_size())
-    block_p, block_q = (tile.n, tile.m) if q_rows else (tile.m, tile.n)
-    tma = tma_ready(p_RHn)
-    store_tma = tile.store == "tma" and tma_ready(out)
-    stride_e, stride_h, stride_d, stride_n = (
-        out.stride() if q_rows else (*out.stride()[:2], out.stride(3), out.stride(2))
-    )
-    launch(
-        _weight_grad_kernel, persistent_grid(q.device, tile, E * H * cdiv(n, block_p) * cdiv(d, block_q)),
-        (
+
+    def build() -> Launch:
+        check_fits(tile, q.element_size())
+        block_p, block_q = (tile.n, tile.m) if q_rows else (tile.m, tile.n)
+        tma = tma_ready(p_RHn)
+        store_tma = tile.store == "tma" and tma_ready(out)
+        stride_e, stride_h, *rest = out.stride()
+        stride_d, stride_n = rest if q_rows else reversed(rest)
+        arguments = (
             p_RHn, ragged(p_RHn, [tile.k, 1, block_p]) if tma else None, q,
             out, descriptor(out, [1, 1, tile.m, tile.n // tile.split]) if store_tma else None,
             meta.gather_idx_R if gather else None, meta.offsets_E1,
             E, n, d, q.stride(0), stride_e, stride_h, stride_n, stride_d,
             H, q_rows, tma, store_tma, d % block_q == 0, tile.m, tile.n, tile.k, tile.split,
             tile.group, num_sms(q.device) * tile.ctas,
-        ),
-        **tile.options(),
-    )  # fmt: skip
+        )  # fmt: skip
+        grid = persistent_grid(q.device, tile, E * H * cdiv(n, block_p) * cdiv(d, block_q))
+        return grid, arguments, tile.options()
+
+    launch_sized(
+        _weight_grad_kernel,
+        (q.dtype, q.shape, q.stride(), p_RHn.shape, out.shape, out.stride(), q_rows, gather, tile),
+        (p_RHn, q, out, meta.gather_idx_R, meta.offsets_E1),
+        build,
+    )
     return out
 
 

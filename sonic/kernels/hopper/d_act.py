@@ -13,7 +13,7 @@ import torch
 
 from sonic.kernels import d_act as portable
 from sonic.kernels import tuning
-from sonic.kernels.common import HopperTile, Tile, cdiv, launch, num_sms, tma_ready
+from sonic.kernels.common import HopperTile, Launch, Tile, cdiv, launch_sized, num_sms, tma_ready
 from sonic.kernels.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma, tma_load, tma_store
 from sonic.kernels.hopper.pipeline import (
     CHUNK,
@@ -280,19 +280,25 @@ def d_act(
     dh = torch.empty(R, 2 * n, dtype=do.dtype, device=do.device)
     ap = torch.empty(R, n, dtype=do.dtype, device=do.device)
     ds = torch.empty(cdiv(n, tile.n), R, dtype=torch.float32, device=do.device)
-    fits(tile, 2 * (2 * _SLOTS + tile.buffers) * 64 * CHUNK * 2)
     tiles = meta.tile_map(tile.m)
-    programs = num_sms(do.device)
-    launch(
-        _d_act_kernel, (programs,),
-        (
+
+    def build() -> Launch:
+        fits(tile, 2 * (2 * _SLOTS + tile.buffers) * 64 * CHUNK * 2)
+        programs = num_sms(do.device)
+        arguments = (
             do, None if gather else rows_of(do, 1, [1, tile.m, tile.k]),
             blocks(w2_Edn, [1, 1, tile.k, tile.n]),
             ragged(h_R2n, 2, 64), ragged(dh, 2, 64), ragged(ap, 1, 64),
             scores_R, ds, meta.gather_idx_R if gather else None, tiles.table, tiles.limit, R,
             d, n, do.stride(0), gather, tile.m, tile.n, tile.k, tile.stages, tile.schedule == "pingpong",
             _SLOTS, tile.buffers, CHUNK, tile.group, programs,
-        ),
-        **tile.options(),
-    )  # fmt: skip
+        )  # fmt: skip
+        return (programs,), arguments, tile.options()
+
+    launch_sized(
+        _d_act_kernel,
+        (do.dtype, do.shape, do.stride(), w2_Edn.shape, w2_Edn.stride(), R, gather, tile),
+        (do, w2_Edn, h_R2n, dh, ap, scores_R, ds, meta.gather_idx_R, tiles.table),
+        build,
+    )
     return dh, ap, ds

@@ -14,7 +14,7 @@ from sonic.kernels import d_act as portable_d_act
 from sonic.kernels import d_input as portable_d_input
 from sonic.kernels import down_proj as portable_down
 from sonic.kernels import tuning
-from sonic.kernels.common import HopperTile, Tile, launch, num_sms, tma_ready
+from sonic.kernels.common import HopperTile, Launch, Tile, launch_sized, num_sms, tma_ready
 from sonic.kernels.grouped_gemm import Into
 from sonic.kernels.hopper.gluon import gl, gluon, tma
 from sonic.kernels.hopper.pipeline import (
@@ -130,22 +130,28 @@ def grouped_gemm(
     H = b.shape[1] if b.dim() == 4 else 1
     *_, columns, k = b.shape if k_major else b.transpose(-1, -2).shape
     y = torch.empty(meta.R, columns, dtype=a.dtype, device=a.device)
-    pingpong = tile.schedule == "pingpong"
-    rows = tile.m if pingpong else tile.m // 2
-    fits(tile, 2 * tile.buffers * rows * CHUNK * 2)
     tiles = meta.tile_map(tile.m)
-    programs = num_sms(a.device)
-    launch(
-        _grouped_gemm_kernel, (programs,),
-        (
+
+    def build() -> Launch:
+        pingpong = tile.schedule == "pingpong"
+        rows = tile.m if pingpong else tile.m // 2
+        fits(tile, 2 * tile.buffers * rows * CHUNK * 2)
+        programs = num_sms(a.device)
+        arguments = (
             a, None if gather else rows_of(a, H, [1, tile.m, tile.k]),
             blocks(b, [1, 1, tile.n, tile.k] if k_major else [1, 1, tile.k, tile.n]), ragged(y, 1, rows),
             meta.gather_idx_R if gather else None, tiles.table, tiles.limit, columns,
             k, a.stride(0), H, k_major, gather, tile.m, tile.n, tile.k, tile.stages, pingpong,
             tile.buffers, CHUNK, tile.group, programs,
-        ),
-        **tile.options(),
-    )  # fmt: skip
+        )  # fmt: skip
+        return (programs,), arguments, tile.options()
+
+    launch_sized(
+        _grouped_gemm_kernel,
+        (a.dtype, a.shape, a.stride(), b.shape, b.stride(), meta.R, k_major, gather, tile),
+        (a, b, y, meta.gather_idx_R, tiles.table),
+        build,
+    )
     return y
 
 

@@ -12,7 +12,7 @@ import torch
 
 from sonic.kernels import tuning
 from sonic.kernels import up_proj as portable
-from sonic.kernels.common import HopperTile, Tile, launch, num_sms, tma_ready
+from sonic.kernels.common import HopperTile, Launch, Tile, launch_sized, num_sms, tma_ready
 from sonic.kernels.hopper.gluon import gl, gluon, tma
 from sonic.kernels.hopper.pipeline import (
     CHUNK,
@@ -162,23 +162,29 @@ def up_proj(
     if tile is None:
         rerun = partial(up_proj, x, w1_E2nd, meta, gather=gather, with_act=with_act, with_h=with_h)
         tile = tuning.choose("hopper.up_proj", d, n, E, x.dtype, lambda: configs(n), rerun)
-    pingpong = tile.schedule == "pingpong"
-    rows = tile.m if pingpong else tile.m // 2
-    # buffers used in turn must come round in each tile
-    stores = (2 * with_h + with_act) * (tile.n // 2 // CHUNK)
-    buffers = max(b for b in range(1, tile.buffers + 1) if stores % b == 0)
-    fits(tile, 2 * buffers * rows * CHUNK * 2)
     tiles = meta.tile_map(tile.m)
-    programs = num_sms(x.device)
-    launch(
-        _up_proj_kernel, (programs,),
-        (
+
+    def build() -> Launch:
+        pingpong = tile.schedule == "pingpong"
+        rows = tile.m if pingpong else tile.m // 2
+        # buffers used in turn must come round in each tile
+        stores = (2 * with_h + with_act) * (tile.n // 2 // CHUNK)
+        buffers = max(b for b in range(1, tile.buffers + 1) if stores % b == 0)
+        fits(tile, 2 * buffers * rows * CHUNK * 2)
+        programs = num_sms(x.device)
+        arguments = (
             x, None if gather else rows_of(x, 1, [1, tile.m, tile.k]), blocks(w1_E2nd, [1, 2, tile.n // 2, tile.k]),
             ragged(h, 2, rows) if with_h else None, ragged(a, 1, rows) if with_act else None,
             meta.gather_idx_R if gather else None, tiles.table, tiles.limit,
             n, d, x.stride(0), with_h, with_act, gather, tile.m, tile.n, tile.k, tile.stages, pingpong,
             buffers, CHUNK, tile.group, programs,
-        ),
-        **tile.options(),
-    )  # fmt: skip
+        )  # fmt: skip
+        return (programs,), arguments, tile.options()
+
+    launch_sized(
+        _up_proj_kernel,
+        (x.dtype, x.shape, x.stride(), w1_E2nd.shape, w1_E2nd.stride(), R, gather, with_h, with_act, tile),
+        (x, w1_E2nd, h, a, meta.gather_idx_R, tiles.table),
+        build,
+    )
     return h, a

@@ -13,7 +13,7 @@ import torch
 
 from sonic.kernels import tuning
 from sonic.kernels import weight_grad as portable
-from sonic.kernels.common import HopperTile, Tile, cdiv, launch, num_sms, tma_ready
+from sonic.kernels.common import HopperTile, Launch, Tile, cdiv, launch_sized, num_sms, tma_ready
 from sonic.kernels.hopper.gluon import async_copy, copy_rows, gl, gluon, mbarrier, tma, tma_load
 from sonic.kernels.hopper.pipeline import (
     CHUNK,
@@ -206,22 +206,28 @@ def _weight_grad(
     E, d, n = out.shape[0], q.shape[1], p.shape[1] // H
     if tile.schedule != "cooperative":
         raise ValueError(f"schedule is {tile.schedule!r}; the weight gradients run cooperative only")
-    block_p, block_q = (tile.n, tile.m) if q_rows else (tile.m, tile.n)
-    rows = tile.m // 2
-    fits(tile, 2 * tile.buffers * rows * CHUNK * 2)
-    tiles_n, num_q = cdiv(n, block_p), cdiv(d, block_q)
-    programs = num_sms(q.device)
-    launch(
-        _weight_grad_kernel, (programs,),
-        (
+
+    def build() -> Launch:
+        block_p, block_q = (tile.n, tile.m) if q_rows else (tile.m, tile.n)
+        rows = tile.m // 2
+        fits(tile, 2 * tile.buffers * rows * CHUNK * 2)
+        tiles_n, num_q = cdiv(n, block_p), cdiv(d, block_q)
+        programs = num_sms(q.device)
+        arguments = (
             q, None if gather else ragged(q, 1, tile.k, block_q),
             ragged(p, H, tile.k, block_p), blocks(out, [1, 1, 1, rows, CHUNK]),
             meta.gather_idx_R if gather else None, meta.offsets_E1, E,
             tiles_n, H * tiles_n, num_q, d, q.stride(0), q_rows, gather, tile.m, tile.n, tile.k, tile.stages,
             tile.buffers, CHUNK, tile.group, programs,
-        ),
-        **tile.options(),
-    )  # fmt: skip
+        )  # fmt: skip
+        return (programs,), arguments, tile.options()
+
+    launch_sized(
+        _weight_grad_kernel,
+        (q.dtype, q.shape, q.stride(), p.shape, out.shape, out.stride(), q_rows, gather, tile),
+        (q, p, out, meta.gather_idx_R, meta.offsets_E1),
+        build,
+    )
 
 
 def weight_grad_1(
