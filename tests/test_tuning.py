@@ -13,7 +13,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from sonic.kernels import tuning
-from sonic.kernels.common import Tile, capped, check_fits
+from sonic.kernels.common import HopperTile, Tile, capped, check_fits, tile_of
 from tests.oracle import GEMMS
 
 BF16 = torch.bfloat16
@@ -161,12 +161,27 @@ def test_a_ring_that_fits_exactly() -> None:
     assert "262144" in str(caught.value) and "232448" in str(caught.value)
 
 
+def test_a_file_holds_tiles_of_both_kinds(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, pingpong = HopperTile(stages=3, buffers=3), HopperTile(128, 128, schedule="pingpong")
+    card.times |= {wide: 1.0, pingpong: 0.5}
+    commit(tmp_path, wide, "hopper.up_proj")
+    assert card.choose(kernel="hopper.up_proj") == wide == tuning.known("hopper.up_proj", 1536, 256, 128, BF16)
+    monkeypatch.setenv("SONIC_TUNE", "full")
+    assert card.choose() == FAST and card.choose([wide, pingpong], kernel="hopper.d_act") == pingpong
+    new_process(monkeypatch)
+    found = {kernel: card.choose(kernel=kernel) for kernel in ("up_proj", "hopper.up_proj", "hopper.d_act")}
+    assert found == {"up_proj": FAST, "hopper.up_proj": wide, "hopper.d_act": pingpong}
+    assert [type(tile) for tile in found.values()] == [Tile, HopperTile, HopperTile]
+
+
 def test_committed_choices_are_tiles() -> None:
-    """Every file under `tuned/` names a card, known kernels and valid tiles."""
+    """Every file under `tuned/` names a card, known kernels and valid tiles of the kernel's family."""
     for path in (Path(tuning.__file__).parent / "tuned").glob("*.json"):
         assert path.stem == tuning.gpu_slug(path.stem)
         for key, fields in json.loads(path.read_text()).items():
-            assert key.split()[0] in (*GEMMS, "d_act_gemm"), key
-            tile = Tile(**fields)
+            family, _, kernel = key.split()[0].rpartition(".")
+            assert family in ("", "hopper") and kernel in (*GEMMS, "d_act_gemm"), key
+            tile = tile_of(fields)
             assert Tile().override(**tile.sizes()).sizes() == tile.sizes()
             assert tile.split & (tile.split - 1) == 0 and tile.n // tile.split >= 8 and tile.store in ("tma", "pointer")
+            assert isinstance(tile, HopperTile) == (family == "hopper"), key
