@@ -102,13 +102,16 @@ def read_envs(path: Path) -> tuple[dict[str, Env], list[Fault]]:
 def revision(results_dir: Path, root: Path = ROOT) -> tuple[str, bool | None]:
     """Commit of the sources under `root`, and whether they differ from it (None where that cannot be told).
 
-    Where git knows no commit (no clone, or one that travelled without its history) both come from the variable
-    SONIC_COMMIT, as `git describe --always --abbrev=40 --dirty` prints it; without that the commit is `unknown`.
+    Both come from the variable SONIC_COMMIT where it is set, as `git describe --always --abbrev=40 --dirty` prints it:
+    for a copy of a clone, whose history may have stayed behind or be older than its files. Else from git; where git
+    knows no commit it is `unknown`.
     """
+    if told := os.environ.get("SONIC_COMMIT"):
+        commit, dash, _ = told.partition("-dirty")
+        return commit, True if dash else None
     commit = _git(root, "rev-parse", "--verify", "--quiet", "HEAD") if (root / ".git").exists() else None
     if commit is None:
-        commit, dash, _ = os.environ.get("SONIC_COMMIT", "unknown").partition("-dirty")
-        return commit, True if dash else None
+        return "unknown", None
     outside = [":(exclude)results"]
     if results_dir.resolve().is_relative_to(root) and results_dir.resolve() != root:
         outside.append(f":(exclude){results_dir.resolve().relative_to(root)}")

@@ -151,7 +151,8 @@ def resolve_family(family: Family, device: torch.device, dtype: torch.dtype, d: 
             raise ValueError(f"family is 'hopper': {unknown or unsuited}")
     reason = _no_triton(device, dtype)
     if reason is None:
-        if family == "auto" and device.type == "cuda" and unknown is not None:
+        # the compiler cannot trace a warning, and an eager call has given it
+        if family == "auto" and device.type == "cuda" and unknown is not None and not torch.compiler.is_compiling():
             _say_once(f"{unknown}; the portable Triton family runs instead")
         return "triton"
     if family == "triton":

@@ -116,6 +116,11 @@ def test_the_card_is_the_visible_one(nvml: FakeNvml, monkeypatch: pytest.MonkeyP
     assert envs.nvml_card()["power_limit_w"] is None  # type: ignore[index]
 
 
+@pytest.fixture(autouse=True)
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SONIC_COMMIT", raising=False)
+
+
 def test_the_id_follows_from_the_content(nvml: FakeNvml, tmp_path: Path) -> None:
     same, again = envs.collect(REPLY, tmp_path), envs.collect(REPLY, tmp_path)
     other = envs.collect(REPLY | {"device": REPLY["device"] | {"triton": "3.6.0"}}, tmp_path)  # type: ignore[operator]
@@ -148,9 +153,10 @@ def test_results_do_not_make_a_clone_dirty(clone: Path) -> None:
     assert envs.revision(clone / "mine", clone) == (commit, True)
 
 
-def test_outside_a_clone_the_commit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SONIC_COMMIT", raising=False)
+def test_a_commit_that_is_told_wins(tmp_path: Path, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert envs.revision(tmp_path, tmp_path) == ("unknown", None)
+    monkeypatch.setenv("SONIC_COMMIT", "abc123")  # a copy of the clone, whose history is older than its files
+    assert envs.revision(clone, clone) == ("abc123", None)
     monkeypatch.setenv("SONIC_COMMIT", "abc123")
     assert envs.revision(tmp_path, tmp_path) == ("abc123", None)
     monkeypatch.setenv("SONIC_COMMIT", "abc123-dirty")
@@ -159,11 +165,7 @@ def test_outside_a_clone_the_commit_is_told(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_clone_without_git_or_commits(tmp_path: Path, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path / "empty")], check=True)
-    monkeypatch.delenv("SONIC_COMMIT", raising=False)
     assert envs.revision(tmp_path, tmp_path / "empty") == ("unknown", None)
-    monkeypatch.setenv("SONIC_COMMIT", "abc123")  # the history stayed behind when the clone was copied
-    assert envs.revision(tmp_path, tmp_path / "empty") == ("abc123", None)
-    monkeypatch.delenv("SONIC_COMMIT")
     monkeypatch.setenv("PATH", "")
     assert envs.revision(clone, clone) == ("unknown", None)
 

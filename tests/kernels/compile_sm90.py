@@ -279,7 +279,8 @@ def others(dtype: torch.dtype, d: int, n: int) -> Wanted:
 def tuned() -> Wanted:
     """Each distinct (kernel, sizes, dtype, tile) of the committed files; E changes nothing in the code.
 
-    In Hopper kernels, whose tiles are all compiled at other sizes too, d and n change only trip counts and masks.
+    In Hopper kernels, whose candidates are all compiled at two sizes of real layers, d and n change little more than
+    trip counts and masks.
     """
     seen = set()
     for path in sorted((Path(tuning.__file__).parent / "tuned").glob("*.json")):

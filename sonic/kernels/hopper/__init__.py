@@ -26,7 +26,29 @@ STEPS = {
     "d_input": grouped_gemm.d_input,
 }
 
-__all__ = ["DTYPES", "KNOWN_TRITON", "STEPS", "d_act", "grouped_gemm", "unknown", "unsuited", "up_proj", "weight_grad"]
+#: What refuses a tile of each step.
+CHECKS = {
+    "up_proj": up_proj.check,
+    "down_proj": grouped_gemm.check,
+    "d_act": d_act.check,
+    "d_act_gemm": grouped_gemm.check,
+    "weight_grad_1": weight_grad.check,
+    "weight_grad_2": weight_grad.check,
+    "d_input": grouped_gemm.check,
+}
+
+__all__ = [
+    "CHECKS",
+    "DTYPES",
+    "KNOWN_TRITON",
+    "STEPS",
+    "d_act",
+    "grouped_gemm",
+    "unknown",
+    "unsuited",
+    "up_proj",
+    "weight_grad",
+]
 
 
 def unknown(device: torch.device) -> str | None:

@@ -50,6 +50,12 @@ def configs(n: int) -> list[Tile]:
     return fitting(tiles, n)
 
 
+def check(tile: Tile) -> None:
+    """Raise for a tile that the kernel cannot run, as `fits`."""
+    buffers = tile.buffers if isinstance(tile, HopperTile) else 0
+    fits(tile, 2 * (2 * _SLOTS + buffers) * 64 * CHUNK * 2, chunks=_SLOTS)
+
+
 @gluon.jit
 def _load_h(PART: gl.constexpr, h_desc, h_slots, loaded, end, row0, col0, PER_ROW: gl.constexpr):
     """Start to load the PART-th chunk of a tile: gate and up columns into the two halves of its slot."""
@@ -283,7 +289,7 @@ def d_act(
     tiles = meta.tile_map(tile.m)
 
     def build() -> Launch:
-        fits(tile, 2 * (2 * _SLOTS + tile.buffers) * 64 * CHUNK * 2)
+        check(tile)
         programs = num_sms(do.device)
         arguments = (
             do, None if gather else rows_of(do, 1, [1, tile.m, tile.k]),
@@ -297,7 +303,7 @@ def d_act(
 
     launch_sized(
         _d_act_kernel,
-        (do.dtype, do.shape, do.stride(), w2_Edn.shape, w2_Edn.stride(), R, gather, tile),
+        (do.dtype, do.shape, do.stride(), w2_Edn.shape, w2_Edn.stride(), R, h_R2n.stride(0), gather, tile),
         (do, w2_Edn, h_R2n, dh, ap, scores_R, ds, meta.gather_idx_R, tiles.table),
         build,
     )

@@ -29,6 +29,9 @@ from sonic.kernels.hopper.pipeline import (
     ragged,
     ragged_row,
     rows_of,
+    rows_per_warpgroup,
+    staging,
+    staging_bytes,
     store_columns,
     take_turn,
     zeros,
@@ -46,6 +49,11 @@ def configs(columns: int) -> list[Tile]:
         HopperTile(128, 128, stages=6),
     ]
     return fitting(tiles, columns, 128)
+
+
+def check(tile: Tile) -> None:
+    """Raise for a tile that the kernel cannot run, as `fits`."""
+    fits(tile, staging_bytes(tile, tile.n // CHUNK))
 
 
 @gluon.jit
@@ -115,7 +123,7 @@ def _grouped_gemm_kernel(
                 k_size, stride_x, H, GATHER, K_MAJOR, BLOCK_M, W_BYTES, BLOCK_N, K, GROUP, PROGRAMS, WARPS,
             )),
         ],
-        [4, WARPS], [224 if GATHER else 232, 56 if GATHER else 40],
+        [4, WARPS], [216 if GATHER else 232, 72 if GATHER else 40],
     )  # fmt: skip
 
 
@@ -133,16 +141,15 @@ def grouped_gemm(
     tiles = meta.tile_map(tile.m)
 
     def build() -> Launch:
-        pingpong = tile.schedule == "pingpong"
-        rows = tile.m if pingpong else tile.m // 2
-        fits(tile, 2 * tile.buffers * rows * CHUNK * 2)
+        check(tile)
+        rows = rows_per_warpgroup(tile)
         programs = num_sms(a.device)
         arguments = (
             a, None if gather else rows_of(a, H, [1, tile.m, tile.k]),
             blocks(b, [1, 1, tile.n, tile.k] if k_major else [1, 1, tile.k, tile.n]), ragged(y, 1, rows),
             meta.gather_idx_R if gather else None, tiles.table, tiles.limit, columns,
-            k, a.stride(0), H, k_major, gather, tile.m, tile.n, tile.k, tile.stages, pingpong,
-            tile.buffers, CHUNK, tile.group, programs,
+            k, a.stride(0), H, k_major, gather, tile.m, tile.n, tile.k, tile.stages, tile.schedule == "pingpong",
+            staging(tile, tile.n // CHUNK), CHUNK, tile.group, programs,
         )  # fmt: skip
         return (programs,), arguments, tile.options()
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from sonic.kernels.common import SMEM_LIMIT, Tile, TileTooLarge, next_power_of_2
+from sonic.kernels.common import SMEM_LIMIT, HopperTile, Tile, TileTooLarge, next_power_of_2
 from sonic.kernels.hopper.gluon import (
     TensorDescriptor,
     aggregate,
@@ -41,20 +41,43 @@ CHUNK = 64
 # Host
 
 
-def fits(tile: Tile, staging: int) -> None:
+def fits(tile: Tile, staging: int, *, least: int = CHUNK, chunks: int = 1) -> None:
     """Raise TileTooLarge when ring and `staging` bytes exceed an SM's shared memory, ValueError for a tile that no
-    schedule can run."""
-    rows = tile.m // 2 if tile.schedule == "cooperative" else tile.m
-    if tile.k != BLOCK_K or tile.m not in (64, 128, 256) or rows < 64 or not 64 <= tile.n <= 256:
+    schedule can run: narrower than `least` columns, or with a number of chunks per warpgroup that `chunks` does not
+    divide."""
+    named = f"tile {tile.m}x{tile.n}x{tile.k} with schedule {getattr(tile, 'schedule', None)}"
+    if not isinstance(tile, HopperTile):
+        raise ValueError(f"{named}: the hopper family takes a HopperTile")
+    rows = rows_per_warpgroup(tile)
+    if tile.k != BLOCK_K or tile.m not in (64, 128, 256) or rows < 64 or not least <= tile.n <= 256:
         raise ValueError(
-            f"tile {tile.m}x{tile.n}x{tile.k} with schedule {tile.schedule}: the hopper family takes k = {BLOCK_K}, "
-            "n in 64..256 and at least 64 rows per warpgroup"
+            f"{named}: this kernel of the hopper family takes k = {BLOCK_K}, n in {least}..256 and at least 64 rows "
+            "per warpgroup"
         )
+    if rows // 64 * (tile.n // CHUNK) % chunks:
+        raise ValueError(f"{named}: {chunks} chunks of 64x{CHUNK} per warpgroup are loaded ahead, it has fewer")
     if rows * tile.n > 128 * 128 + 64 * 128:
-        raise ValueError(f"tile {tile.m}x{tile.n} with schedule {tile.schedule} exceeds a warpgroup's registers")
+        raise ValueError(f"{named} exceeds a warpgroup's registers")
     need = tile.stages * (tile.m + tile.n) * tile.k * 2 + staging + 1024
     if need > SMEM_LIMIT:
         raise TileTooLarge(need, SMEM_LIMIT, f"tile {tile.m}x{tile.n}x{tile.k} with {tile.stages} stages")
+
+
+def rows_per_warpgroup(tile: HopperTile) -> int:
+    return tile.m if tile.schedule == "pingpong" else tile.m // 2
+
+
+def staging(tile: HopperTile, stores: int) -> int:
+    """How many staging buffers each warpgroup uses in turn: they must come round in the `stores` of a tile, since each
+    tile begins with the first one."""
+    return max(b for b in range(1, tile.buffers + 1) if max(stores, 1) % b == 0)
+
+
+def staging_bytes(tile: HopperTile, stores: int) -> int:
+    """Of both warpgroups; none of a tile that `fits` refuses anyway."""
+    if not isinstance(tile, HopperTile):
+        return 0
+    return 2 * staging(tile, stores) * rows_per_warpgroup(tile) * CHUNK * 2
 
 
 def fitting(tiles: list[Tile], columns: int, least: int = 64) -> list[Tile]:

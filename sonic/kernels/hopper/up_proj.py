@@ -27,6 +27,9 @@ from sonic.kernels.hopper.pipeline import (
     ragged,
     ragged_row,
     rows_of,
+    rows_per_warpgroup,
+    staging,
+    staging_bytes,
     store_block,
     take_turn,
     zeros,
@@ -45,6 +48,11 @@ def configs(n: int) -> list[Tile]:
         HopperTile(128, 128, stages=5),
     ]
     return fitting(tiles, 2 * n, 128)
+
+
+def check(tile: Tile) -> None:
+    """Raise for a tile that the kernel cannot run, as `fits`."""
+    fits(tile, staging_bytes(tile, 3 * (tile.n // 2 // CHUNK)), least=2 * CHUNK)
 
 
 @gluon.jit
@@ -165,19 +173,16 @@ def up_proj(
     tiles = meta.tile_map(tile.m)
 
     def build() -> Launch:
-        pingpong = tile.schedule == "pingpong"
-        rows = tile.m if pingpong else tile.m // 2
-        # buffers used in turn must come round in each tile
-        stores = (2 * with_h + with_act) * (tile.n // 2 // CHUNK)
-        buffers = max(b for b in range(1, tile.buffers + 1) if stores % b == 0)
-        fits(tile, 2 * buffers * rows * CHUNK * 2)
+        check(tile)
+        rows = rows_per_warpgroup(tile)
+        buffers = staging(tile, (2 * with_h + with_act) * (tile.n // 2 // CHUNK))
         programs = num_sms(x.device)
         arguments = (
             x, None if gather else rows_of(x, 1, [1, tile.m, tile.k]), blocks(w1_E2nd, [1, 2, tile.n // 2, tile.k]),
             ragged(h, 2, rows) if with_h else None, ragged(a, 1, rows) if with_act else None,
             meta.gather_idx_R if gather else None, tiles.table, tiles.limit,
-            n, d, x.stride(0), with_h, with_act, gather, tile.m, tile.n, tile.k, tile.stages, pingpong,
-            buffers, CHUNK, tile.group, programs,
+            n, d, x.stride(0), with_h, with_act, gather, tile.m, tile.n, tile.k, tile.stages,
+            tile.schedule == "pingpong", buffers, CHUNK, tile.group, programs,
         )  # fmt: skip
         return (programs,), arguments, tile.options()
 

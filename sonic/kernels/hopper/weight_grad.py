@@ -25,6 +25,9 @@ from sonic.kernels.hopper.pipeline import (
     new_ring,
     ragged,
     ragged_row,
+    rows_per_warpgroup,
+    staging,
+    staging_bytes,
     store_columns,
     zeros,
 )
@@ -41,6 +44,13 @@ def configs(columns: int) -> list[Tile]:
         HopperTile(256, 64, stages=4, buffers=1),
     ]
     return fitting(tiles, columns)
+
+
+def check(tile: Tile) -> None:
+    """Raise for a tile that the kernel cannot run, as `fits`."""
+    fits(tile, staging_bytes(tile, tile.n // CHUNK))
+    if tile.schedule != "cooperative":
+        raise ValueError(f"schedule is {tile.schedule!r}; the weight gradients run cooperative only")
 
 
 @gluon.jit
@@ -204,13 +214,11 @@ def _weight_grad(
     """Fill out, (E, d, n) with `q_rows` or (E, H, n, d), from p (R, H n) and q."""
     H = out.shape[1] if out.dim() == 4 else 1
     E, d, n = out.shape[0], q.shape[1], p.shape[1] // H
-    if tile.schedule != "cooperative":
-        raise ValueError(f"schedule is {tile.schedule!r}; the weight gradients run cooperative only")
 
     def build() -> Launch:
         block_p, block_q = (tile.n, tile.m) if q_rows else (tile.m, tile.n)
-        rows = tile.m // 2
-        fits(tile, 2 * tile.buffers * rows * CHUNK * 2)
+        check(tile)
+        rows = rows_per_warpgroup(tile)
         tiles_n, num_q = cdiv(n, block_p), cdiv(d, block_q)
         programs = num_sms(q.device)
         arguments = (
@@ -218,13 +226,13 @@ def _weight_grad(
             ragged(p, H, tile.k, block_p), blocks(out, [1, 1, 1, rows, CHUNK]),
             meta.gather_idx_R if gather else None, meta.offsets_E1, E,
             tiles_n, H * tiles_n, num_q, d, q.stride(0), q_rows, gather, tile.m, tile.n, tile.k, tile.stages,
-            tile.buffers, CHUNK, tile.group, programs,
+            staging(tile, tile.n // CHUNK), CHUNK, tile.group, programs,
         )  # fmt: skip
         return (programs,), arguments, tile.options()
 
     launch_sized(
         _weight_grad_kernel,
-        (q.dtype, q.shape, q.stride(), p.shape, out.shape, out.stride(), q_rows, gather, tile),
+        (q.dtype, q.shape, q.stride(), p.shape, p.stride(), out.shape, out.stride(), q_rows, gather, tile),
         (q, p, out, meta.gather_idx_R, meta.offsets_E1),
         build,
     )
