@@ -203,8 +203,8 @@ def launch(
 
 #: What a launch needs beside addresses: grid, arguments and options.
 Launch = tuple[tuple[int, ...], Sequence[object], dict[str, int]]
-#: Launches by kernel, device and sizes.
-_plans: dict[tuple, _Plan] = {}
+#: Launches by kernel, device and sizes; None for what was launched once.
+_plans: dict[tuple, _Plan | None] = {}
 _PLANS_KEPT = _MAPS_KEPT = 4096
 
 
@@ -277,7 +277,7 @@ def launch_sized(
     kernel: JITFunction, sizes: tuple, tensors: Sequence[torch.Tensor | None], build: Callable[[], Launch]
 ) -> None:
     """As `launch`, for what follows from hashable `sizes` (kernel, dtypes and strides included) and the addresses of
-    `tensors` alone: the launch is built once per sizes, then only addresses are filled in.
+    `tensors` alone: once sizes come back, the launch is kept and only addresses are filled in.
 
     The first tensor is on the device of the launch, none of the others is at its address.
     """
@@ -293,9 +293,11 @@ def launch_sized(
         return
     grid, arguments, options = built = build()
     compiled = launch(kernel, grid, arguments, **options)
-    if not any(t is not None and t.data_ptr() % 16 for t in tensors):
+    if key not in _plans:  # sizes that never come back, as of batches of any length, are not worth a plan
         if len(_plans) == _PLANS_KEPT:
             _plans.clear()
+        _plans[key] = None
+    elif plan is None and not any(t is not None and t.data_ptr() % 16 for t in tensors):
         _plans[key] = _Plan(compiled, built, tensors)
 
 
