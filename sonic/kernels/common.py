@@ -310,11 +310,13 @@ def forget() -> None:
 def tma_ready(*tensors: torch.Tensor) -> bool:
     """Whether tensor descriptors can describe these: 16-byte rows and base, contiguous last axis, nothing empty."""
     for t in tensors:
+        *strides, last = t.stride()
         size = t.element_size()
-        if t.numel() == 0 or t.stride(-1) != 1 or t.data_ptr() % 16 or size == 8:
+        if last != 1 or size == 8 or t.data_ptr() % 16 or t.numel() == 0:
             return False
-        if any(s * size % 16 for s in t.stride()[:-1]):
-            return False
+        for stride in strides:
+            if stride * size % 16:
+                return False
     return True
 
 
