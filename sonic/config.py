@@ -10,6 +10,7 @@ axes of its own.
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
 import os
@@ -33,8 +34,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError
 
 from sonic import impls
-from sonic.record import KERNEL_OPS, Point, Settings, Strict, default_results
-from sonic.shapes import Shape
+from sonic.record import KERNEL_OPS, Point, Routing, Settings, Strict, default_results
+from sonic.recorded import read_routing
+from sonic.shapes import DEFAULT_TILE, Shape, check_routing
 from sonic.shapes import gpu_slug as slug_of
 
 #: A sweep with more points than this is taken for a slip of the keyboard.
@@ -462,7 +464,55 @@ def build_point(base: dict[str, Any], assignments: Iterable[dict[str, Any]]) -> 
     except ValueError as error:
         raise CommandError(str(error)) from error
     _check_tile(point)
-    return point
+    return _with_routing(point)
+
+
+#: Routing fields that belong to some methods or distributions only, and those that they belong to.
+_OF_METHOD = {
+    "tile": lambda routing: routing.method.startswith("tr_") or routing.method == "expert_choice",
+    "capacity": lambda routing: routing.method in ("token_drop", "expert_choice"),
+    "groups": lambda routing: routing.method == "grouped",
+    "file": lambda routing: routing.distribution == "replay",
+}
+
+
+def _with_routing(point: Point) -> Point:
+    """The point with its routing checked, what the method has as default filled in, and the fields dropped that belong
+    to other methods, so that `routing.method=topk,tr_up routing.tile=64` has one point of topk."""
+    routing, shape = point.routing, point.shape
+    for name in ("tile", "capacity", "groups"):
+        value = getattr(routing, name)
+        if value is not None and not 0 < value < math.inf:
+            raise CommandError(f"routing.{name} is {value:g}; it must be positive and finite")
+    changes: dict[str, Any] = {name: None for name, has in _OF_METHOD.items() if not has(routing)}
+    if routing.method.startswith("tr_") and routing.tile is None:
+        changes["tile"] = DEFAULT_TILE
+    if routing.method in ("token_drop", "expert_choice") and routing.capacity is None:
+        changes["capacity"] = 1.0
+    if routing.method == "grouped" and routing.groups is None:
+        raise CommandError("routing.groups is null; method grouped needs the number of groups")
+    if routing.distribution == "replay":
+        if routing.file is None:
+            raise CommandError("routing.file is null; distribution replay needs a file (sonic.routers.save writes one)")
+        if routing.method != "topk" or routing.score is not None:
+            given = f"method is {routing.method!r}" if routing.method != "topk" else f"score is {routing.score!r}"
+            raise CommandError(f"routing.{given}; distribution replay brings ids and scores, which only topk keeps")
+        changes["file"] = str(Path(routing.file).expanduser().resolve())
+    settled = Routing.model_validate(routing.model_dump() | changes)
+    try:
+        check_routing(
+            settled.method, shape.T, shape.E, shape.K, settled.tile, settled.capacity, settled.groups, settled.score
+        )
+        if settled.file is not None:
+            _read_once(settled.file, shape.T, shape.E, shape.K)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    return point.model_copy(update={"routing": settled})
+
+
+@functools.cache
+def _read_once(file: str, T: int, E: int, K: int) -> None:
+    read_routing(Path(file), T, E, K)
 
 
 def derived_shape(base: Shape, derive: dict[str, Any]) -> dict[str, int]:

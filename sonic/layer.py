@@ -27,11 +27,14 @@ from sonic.kernels import d_input as _d_input
 from sonic.kernels import down_proj as _down_proj
 from sonic.kernels import hopper
 from sonic.kernels import metadata as _metadata
+from sonic.kernels import plan as _plan
 from sonic.kernels import router_topk as _router_topk
 from sonic.kernels import up_proj as _up_proj
 from sonic.kernels import weight_grad as _weight_grad
 from sonic.kernels.common import INTERPRET, Tile, tile_of
 from sonic.kernels.grouped_gemm import Into
+from sonic.kernels.plan import Plan
+from sonic.routing import TopK
 from sonic.shapes import MAX_E, MAX_K, Shape
 
 Family = Literal["auto", "hopper", "triton", "torch"]
@@ -541,3 +544,123 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         return f"d={self.d}, n={self.n}, E={self.E}, K={self.K}, w1_layout={self.w1_layout!r}, family={self.family!r}"
+
+
+@_without_autocast
+def _forward_plan(
+    x: Tensor, scores: Tensor, w1: Tensor, w2: Tensor, plan: Plan, c: Choices, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """O (T, d), and H if it is to be kept."""
+    steps, meta = c.steps, plan.meta
+    w1, w2 = _rows_last(w1), _rows_last(w2)
+    fused = c.gather == "fused"
+    rows = _rows(x) if fused else steps.gather_rows(_rows(x), meta.gather_idx_R)
+    if c.activation == "fused":
+        h, a = steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_h=keep, **c.tile("up_proj"))
+    else:
+        h, _ = steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_act=False, **c.tile("up_proj"))
+        a = steps.swiglu(h)
+    y = steps.down_proj(a, w2, meta, **c.tile("down_proj"))
+    return _token_sums(c).sum_rows(y, plan, scores), h if keep else None
+
+
+@_without_autocast
+def _backward_plan(
+    do: Tensor, x: Tensor, scores: Tensor, w1: Tensor, w2: Tensor, h: Tensor, plan: Plan, c: Choices,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """dX, dS in slot order, dW1, dW2; None for one that nobody needs."""
+    steps, meta, sums = c.steps, plan.meta, _token_sums(c)
+    need_x, need_scores, need_w1, need_w2 = needs
+    w1, w2 = _rows_last(w1), _rows_last(w2)
+    x, do = _rows(x), _rows(do)
+    fused = c.gather == "fused"
+    scores_R = scores.index_select(0, meta.slot_idx_R)
+    do_rows = do if fused else steps.gather_rows(do, meta.gather_idx_R)
+    if c.activation == "fused":
+        dh, ap, ds = steps.d_act(do_rows, w2, h, scores_R, meta, gather=fused, **c.tile("d_act"))
+    else:
+        da = steps.d_act_gemm(do_rows, w2, meta, gather=fused, **c.tile("d_act"))
+        dh, ap, ds = steps.d_swiglu(da, h, scores_R)
+    dx = dscores = dw1 = dw2 = None
+    if need_w2:
+        dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
+        steps.weight_grad_2(do_rows, ap, dw2, meta, gather=fused, **c.tile("weight_grad_2"))
+    del ap, do_rows
+    if need_x:
+        dx = sums.sum_rows(steps.d_input(dh, c.w1_view(w1), meta, **c.tile("d_input")), plan, None)
+    if need_w1:
+        dw1 = torch.empty(w1.shape, dtype=w1.dtype, device=w1.device)
+        x_rows = x if fused else steps.gather_rows(x, meta.gather_idx_R)
+        steps.weight_grad_1(x_rows, dh, c.w1_view(dw1), meta, gather=fused, **c.tile("weight_grad_1"))
+    if need_scores:
+        dscores = sums.sum_parts(ds, plan)
+    return [dx, dscores, dw1, dw2]
+
+
+class _Planned(torch.autograd.Function):
+    """The experts for a plan in which tokens have any number of them: the same steps, other sums over tokens."""
+
+    @staticmethod
+    def forward(ctx, x, scores, w1, w2, plan, c, keep) -> Tensor:  # noqa: ANN001
+        o, h = _forward_plan(x, scores, w1, w2, plan, c, keep)
+        if keep:
+            ctx.save_for_backward(x, scores, w1, w2, h)
+            # not the scores, which may lead back to a graph
+            ctx.plan, ctx.choices = replace(plan, scores_R=scores.new_empty(0)), c
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):  # noqa: ANN001, ANN205
+        grads = _backward_plan(do, *ctx.saved_tensors, ctx.plan, ctx.choices, ctx.needs_input_grad[:4])
+        return *grads, None, None, None
+
+
+class _TokenSums(NamedTuple):
+    sum_rows: Callable
+    sum_parts: Callable
+
+
+def _token_sums(c: Choices) -> _TokenSums:
+    """What adds up a token's rows and the partial sums of dS in a family."""
+    if c.family == "torch":
+        return _TokenSums(_plan.sum_rows_torch, _plan.sum_parts_torch)
+    return _TokenSums(_plan.sum_rows, _plan.sum_parts)
+
+
+@torch.compiler.disable
+def experts_plan(
+    x: Tensor,
+    plan: Plan | TopK,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    w1_layout: W1Layout = "concat",
+    family: Family = "auto",
+    choices: Choices | None = None,
+) -> Tensor:
+    """O (T, d) of the experts for what a router of `sonic.routing` chose: any number of experts per token.
+
+    x, w1, w2 and the options as in `experts`; gradients reach the router through the plan's scores. A token without
+    experts gets O = 0. Only aggregate="gather_sum"; not traced by `torch.compile`. The torch family waits for the
+    device.
+    """
+    if isinstance(plan, TopK):
+        return experts(x, plan.ids_TK, plan.scores_TK, w1, w2, w1_layout=w1_layout, family=family, choices=choices)
+    _check(x, w1, w2, 1)
+    T, E = plan.meta.T, plan.meta.offsets_E1.numel() - 1
+    if (T, E) != (x.shape[0], w1.shape[0]):
+        raise ValueError(f"the plan is for T = {T} and E = {E}; x has {x.shape[0]} tokens and w1 {w1.shape[0]} experts")
+    if plan.scores_R.device != x.device:
+        raise ValueError(f"the plan is on {plan.scores_R.device} and x on {x.device}; they must be on one device")
+    c = _choose(family, w1_layout, choices, x, w2)
+    if c.into != "rows":
+        raise ValueError(f"aggregate is {c.aggregate!r}; a plan has a varying number of rows per token: gather_sum")
+    if c.family == "torch":
+        plan = plan.exact()
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    scores = plan.scores_R.to(wide).contiguous()
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, scores, w1, w2))
+    with _device_of(x):
+        return _Planned.apply(x, scores, w1, w2, plan, c, keep)

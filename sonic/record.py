@@ -46,6 +46,7 @@ Op = Literal[
     "layer", "experts",
     "router_topk", "metadata", "up_proj", "down_proj", "aggregate",
     "d_act", "d_input", "weight_grad_1", "weight_grad_2",
+    "routing",
     "matmul", "copy",
 ]  # fmt: skip
 OPS: tuple[Op, ...] = get_args(Op)
@@ -84,12 +85,27 @@ class ShapeSpec(Strict):
 
 
 class Routing(Strict):
-    """How tokens meet experts. `alpha` belongs to zipf; `tile` to token rounding; `seed` draws what is random in it."""
+    """How tokens meet experts (`sonic.routers`); `seed` draws what is random in it.
 
-    method: Literal["topk"] = "topk"
-    distribution: Literal["learned", "balanced", "uniform", "zipf", "hot"] = "learned"
+    `score` belongs to topk and laser (null: softmax over the top K); `alpha` to the distributions zipf, bursts and
+    lognormal; `tile` to token rounding and expert_choice; `capacity`, a factor of T K / E, to token_drop and
+    expert_choice; `groups` to grouped; `file` to replay. A field that does not belong to a point's routing is null.
+    """
+
+    method: Literal[
+        "topk",
+        "tr_nearest_freq", "tr_stochastic_freq", "tr_nearest_score", "tr_balance", "tr_up", "tr_down",
+        "token_drop", "expert_choice", "grouped", "laser",
+    ] = "topk"  # fmt: skip
+    distribution: Literal[
+        "learned", "balanced", "uniform", "zipf", "lognormal", "hot", "bursts", "replay"
+    ] = "learned"  # fmt: skip
+    score: Literal["softmax_over_topk", "topk_over_softmax", "sigmoid"] | None = None
     alpha: float | None = None
     tile: int | None = None
+    capacity: float | None = None
+    groups: int | None = None
+    file: str | None = None
     seed: int = 0
 
 
@@ -336,8 +352,13 @@ def point_key(
 
     `gpu` is the slug of the GPU model or `cpu`; `interpreter` says whether Triton kernels are interpreted.
     """
+    fields = effective(point, knobs)[0].model_dump(mode="json")
+    # fields that came later: where they say nothing, a point is what it was before
+    for name in ("score", "capacity", "groups", "file"):
+        if fields["routing"][name] is None:
+            del fields["routing"][name]
     parts = {
-        "point": effective(point, knobs)[0].model_dump(mode="json"),
+        "point": fields,
         "impl_version": impl_version,
         "gpu": gpu,
         "method_version": method_version,

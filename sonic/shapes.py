@@ -14,6 +14,8 @@ MAX_K = 64
 #: Far beyond any model: a larger number is a slip of the keyboard.
 MAX_T = 2**31
 MAX_WIDTH = 2**20
+#: Tile of token rounding in all of the paper's figures (section 2.4 of the notes).
+DEFAULT_TILE = 128
 
 
 def gpu_slug(name: str) -> str:
@@ -107,3 +109,27 @@ class Shape:
         raise ValueError(
             f"shape.rho is {rho}: E = K/rho = {float(E):g} with K={self.K} must be an integer; nearest: {names}"
         )
+
+
+def check_routing(
+    method: str, T: int, E: int, K: int, tile: int | None, capacity: float | None, groups: int | None, score: str | None
+) -> None:
+    """ValueError naming the first field of a routing that cannot be with these sizes, its value and the rule."""
+    if capacity is not None and not 0 < capacity < float("inf"):
+        raise ValueError(f"routing.capacity is {capacity:g}; it must be positive and finite")
+    if tile is not None and tile < 1:
+        raise ValueError(f"routing.tile is {tile}; it must be at least 1")
+    if groups is not None and groups < 1:
+        raise ValueError(f"routing.groups is {groups}; it must be at least 1")
+    if method.startswith("tr_") or (method == "expert_choice" and tile is not None):
+        rows = DEFAULT_TILE if tile is None else tile
+        if rows > T > 0:
+            raise ValueError(f"routing.tile is {rows} and shape.T is {T}; a tile must not exceed the tokens")
+    if method == "grouped":
+        for name, size in (("E", E), ("K", K)):
+            if size % (groups or 1):
+                raise ValueError(
+                    f"routing.groups is {groups} and shape.{name} is {size}; the groups must divide {name} evenly"
+                )
+    if score is not None and method not in ("topk", "laser"):
+        raise ValueError(f"routing.score is {score!r}; only methods topk and laser take it, not {method}")

@@ -28,7 +28,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import torch
 import triton
 
-from sonic import impls, measure, reference
+from sonic import impls, measure, reference, routers
 from sonic.problem import Problem
 from sonic.record import LAYER_OPS, Outcome, Point, Settings
 from sonic.shapes import gpu_slug
@@ -140,9 +140,32 @@ def _refusal(impl_class: type, point: Point, where: torch.device) -> str | None:
             f"routing.distribution is {point.routing.distribution!r}; op=layer times its own router, "
             "so only 'learned' fits (use op=experts)"
         )
+    if (reason := _routing_refusal(impl_class, point)) is not None:
+        return reason
     if point.op not in LAYER_OPS and point.mode == "fwd_bwd":
         return f"mode is 'fwd_bwd'; op={point.op} times one kernel, so only 'fwd' fits"
     return impl_class.supports(point, where)
+
+
+def _routing_refusal(impl_class: type, point: Point) -> str | None:
+    """Adapters say what they can route: ROUTERS the methods of their own (op=layer; `topk` alone unless named), RAGGED
+    whether they take a varying number of experts per token (op=experts)."""
+    method, score = point.routing.method, point.routing.score
+    own = getattr(impl_class, "ROUTERS", frozenset({"topk"}))
+    if point.op == "layer":
+        if method not in own:
+            return f"routing.method is {method!r}; with op=layer {point.impl} routes by: {', '.join(sorted(own))}"
+        if score is not None and own == {"topk"}:
+            return f"routing.score is {score!r}; the router of {point.impl} takes a softmax over the top K: null"
+    elif point.op == "experts":
+        if method in routers.RAGGED and not getattr(impl_class, "RAGGED", False):
+            every = [name for name in routers.METHODS if name not in routers.RAGGED]
+            return f"routing.method is {method!r}; {point.impl} needs K experts for every token: {', '.join(every)}"
+    elif point.op != "routing" and (method != "topk" or score is not None):
+        name, value = ("method", method) if method != "topk" else ("score", score)
+        rule = "'topk'" if name == "method" else "null"
+        return f"routing.{name} is {value!r}; op={point.op} runs with {rule} (op=routing times every router)"
+    return None
 
 
 def _work(impl: Any, problem: Problem, mode: str) -> measure.Work:

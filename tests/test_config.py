@@ -12,8 +12,10 @@ from sonic.config import CommandError, load
 from sonic.record import Point, Settings
 
 IMPLS = [
-    "ceilings", "cublas_bmm", "scattermoe", "sonic", "sonicmoe_official", "torch_grouped_mm",
-    "torch_grouped_mm_compiled", "torch_loop", "transformers",
+    "ceilings", "cublas_bmm", "deepgemm_pp", "deepgemm_pt", "liger", "megablocks", "megablocks_style",
+    "megatron", "moe_ops", "momoe", "momoe_save_all", "momoe_style", "scattermoe", "scattermoe_style", "sonic",
+    "sonicmoe_official", "standard_style", "torch_grouped_mm", "torch_grouped_mm_compiled", "torch_loop",
+    "torch_topk", "transformers", "transformers_eager",
 ]  # fmt: skip
 
 
@@ -117,7 +119,7 @@ def test_a_family_of_named_shapes_in_order_of_n() -> None:
 
 def test_glob_picks_names() -> None:
     assert {p.impl for p in load(["sweeps=custom", "impl=glob(torch_*)"]).points} == {
-        "torch_grouped_mm", "torch_grouped_mm_compiled", "torch_loop",
+        "torch_grouped_mm", "torch_grouped_mm_compiled", "torch_loop", "torch_topk",
     }  # fmt: skip
 
 
@@ -282,3 +284,29 @@ def test_an_experiment_file_with_a_wrong_key_is_refused(tmp_path, monkeypatch: p
     assert "'sede'" in refused("sweeps=field")
     assert "sweeps/axis.yaml: unknown key 'shape.m'" in refused("sweeps=axis")
     assert "dtype is 'fp33'" in refused("sweeps=value")
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (["routing.method=token_drop", "routing.capacity=0"], "routing.capacity is 0; it must be positive"),
+        (["routing.method=tr_up", "shape.T=64"], "routing.tile is 128 and shape.T is 64"),
+        (["routing.method=grouped", "routing.groups=7"], "routing.groups is 7 and shape.E is 128"),
+        (["routing.method=grouped"], "routing.groups is null"),
+        (["routing.method=tr_ceil"], "routing.method is 'tr_ceil'; allowed: topk, tr_nearest_freq"),
+        (["routing.distribution=replay"], "routing.file is null"),
+        (["routing.distribution=replay", "routing.file=/none.npz"], "'/none.npz': cannot be read"),
+        (["routing.distribution=replay", "routing.file=x", "routing.method=laser"], "routing.method is 'laser'"),
+    ],
+)
+def test_a_routing_that_cannot_be_is_refused(lines: list[str], text: str) -> None:
+    assert text in refused("sweeps=custom", "op=experts", *lines)
+
+
+def test_fields_of_other_methods_are_dropped() -> None:
+    methods = "routing.method=topk,tr_up,token_drop"
+    points = load(["sweeps=custom", "op=experts", methods, "routing.tile=64,128", "routing.groups=4"]).points
+    assert [(p.routing.method, p.routing.tile, p.routing.capacity, p.routing.groups) for p in points] == [
+        ("topk", None, None, None), ("tr_up", 64, None, None), ("tr_up", 128, None, None),
+        ("token_drop", None, 1.0, None),
+    ]  # fmt: skip

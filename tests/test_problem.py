@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from sonic import routers
 from sonic.problem import INPUT_STD, WEIGHT_STD, Problem, twin_shape
 from sonic.record import Point, Routing, ShapeSpec
+from sonic.routers import METHODS, RAGGED, ROUNDING, choose, save
 from sonic.shapes import Shape
 
-DISTRIBUTIONS = ("learned", "balanced", "uniform", "zipf", "hot")
+DISTRIBUTIONS = ("learned", "balanced", "uniform", "zipf", "lognormal", "hot", "bursts")
 CASES = [
     pytest.param(Shape(130, 40, 12, 16, 4), id="ragged"),
     pytest.param(Shape(17, 8, 8, 5, 5), id="K_is_E"),
@@ -98,8 +99,8 @@ def test_other_routing_keeps_the_tensors():
 def test_unknown_names_are_refused_with_the_allowed_ones():
     with pytest.raises(ValueError, match="dtype is 'fp8'; .*bf16, fp16, fp32, fp64"):
         make(Shape(4, 8, 8, 4, 2), dtype="fp8")
-    with pytest.raises(ValueError, match="routing.distribution is 'bursts'; allowed: learned, zipf, balanced"):
-        routers.draw("bursts", 4, 4, 2, torch.Generator(), None)
+    with pytest.raises(ValueError, match="routing.distribution is .burst.; allowed: learned, replay, zipf, lognormal"):
+        routers.draw("burst", 4, 4, 2, torch.Generator(), None)
 
 
 @pytest.mark.parametrize(
@@ -123,3 +124,55 @@ def test_the_twin_follows_its_point():
     twin = Problem.twin(point, "cpu")
     assert twin.dtype == torch.float16 and twin.shape == twin_shape(shape.sizes(), "balanced")
     assert twin.counts_E.unique().numel() == 1
+
+
+def routing_of(method: str, **fields) -> Routing:
+    tile = 16 if method in ROUNDING else None
+    capacity = 0.8 if method in ("token_drop", "expert_choice") else None
+    groups = 4 if method == "grouped" else None
+    return Routing(method=method, **({"tile": tile, "capacity": capacity, "groups": groups} | fields))
+
+
+@pytest.mark.parametrize("distribution", ["learned", "zipf"])
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_a_problem_under_any_router(method, distribution):
+    """Ids rise within a token and end in -1; pairs, mask and counts say the same; a seed names them."""
+    shape = Shape(90, 16, 8, 12, 4)
+    problem, same = (Problem(shape, routing_of(method, distribution=distribution), "fp32", "cpu", 3) for _ in range(2))
+    assert problem.fingerprint() == same.fingerprint()
+    kept, weights, _ = choose(method, problem.logits_TE, 4, draws_E=problem.draws_E, **problem.options)
+    assert torch.equal(problem.kept(), kept) and problem.R == kept.sum()
+    assert problem.counts_E.tolist() == kept.sum(0).tolist()
+    pairs = problem.pairs()
+    assert torch.equal(torch.stack([pairs.token_R, pairs.ids_R], 1).long(), kept.nonzero())
+    torch.testing.assert_close(pairs.scores_R, weights[kept])
+    assert torch.equal(pairs.token_offsets_T1[1:].long(), kept.sum(1).cumsum(0))
+    missing = problem.ids_TK < 0
+    assert (problem.scores_TK[missing] == 0).all() and (missing.any() == (kept.sum(1).unique().numel() > 1))
+    if method not in RAGGED:
+        assert problem.ids_TK.shape == (90, 4) and not missing.any()
+    if distribution == "learned":
+        torch.testing.assert_close(problem.router_scores(problem.x_Td, problem.router_w_Ed), problem.scores_TK)
+    assert torch.equal(problem.with_kept(kept).ids_TK, problem.ids_TK)
+
+
+def test_the_twin_of_a_router_has_small_tiles_and_whole_groups():
+    shape = ShapeSpec(T=500, d=16, n=8, E=60, K=3)
+    twin = Problem.twin(Point(sweep="s", impl="sonic", shape=shape, routing=routing_of("tr_up", tile=128)), "cpu")
+    assert twin.routing.tile == 16 and (twin.counts_E % 16 == 0).all()
+    groups = Problem.twin(Point(sweep="s", impl="sonic", shape=shape, routing=routing_of("grouped", groups=3)), "cpu")
+    assert groups.shape.E == 18
+
+
+def test_a_recorded_routing_is_replayed(tmp_path):
+    """Ids and scores as they were, whatever the seed; the twin takes the first tokens and keeps all experts."""
+    recorded = make(Shape(200, 16, 8, 40, 3), "zipf")
+    save(tmp_path / "r.npz", recorded.ids_TK, recorded.scores_TK, 40)
+    routing = Routing(distribution="replay", file=str(tmp_path / "r.npz"))
+    problem = Problem(recorded.shape, routing, "bf16", "cpu", 9)
+    assert torch.equal(problem.ids_TK, recorded.ids_TK) and torch.equal(problem.scores_TK, recorded.scores_TK)
+    shape = ShapeSpec(T=200, d=16, n=8, E=40, K=3)
+    twin = Problem.twin(Point(sweep="s", impl="sonic", op="experts", shape=shape, routing=routing), "cpu")
+    assert twin.shape.E == 40 and torch.equal(twin.ids_TK, recorded.ids_TK[: twin.shape.T])
+    with pytest.raises(ValueError, match="shape.T and shape.K say"):
+        Problem(Shape(201, 16, 8, 40, 3), routing, "bf16", "cpu", 0)

@@ -261,3 +261,29 @@ def test_a_kernel_point_uses_the_adapters_own_check(monkeypatch):
 def test_an_unknown_command_is_an_error():
     with pytest.raises(ValueError, match="cmd is 'dance'; allowed: describe, measure"):
         worker.serve(io.StringIO('{"cmd": "dance"}\n'), io.StringIO())
+
+
+@pytest.mark.parametrize(
+    ("impl", "op", "routing", "text"),
+    [
+        (
+            "torch_grouped_mm",
+            "experts",
+            {"method": "tr_up"},
+            "routing.method is 'tr_up'; torch_grouped_mm needs K experts",
+        ),
+        ("torch_grouped_mm", "layer", {"method": "laser"}, "with op=layer torch_grouped_mm routes by: topk"),
+        ("torch_grouped_mm", "layer", {"score": "sigmoid"}, "routing.score is 'sigmoid'"),
+        ("sonic", "router_topk", {"method": "tr_up"}, "routing.method is 'tr_up'; op=router_topk runs with 'topk'"),
+    ],
+)
+def test_a_routing_out_of_reach_is_named(impl, op, routing, text):
+    mode = "fwd" if op == "router_topk" else "fwd_bwd"
+    found = outcome(impl=impl, op=op, mode=mode, routing=Routing(**routing))
+    assert found.status == "unsupported" and text in found.reason
+
+
+@pytest.mark.parametrize(("op", "method"), [("experts", "tr_up"), ("layer", "token_drop"), ("layer", "grouped")])
+def test_the_loop_takes_any_routing(op, method):
+    fields = {"tr_up": {"tile": 4}, "token_drop": {"capacity": 0.5}, "grouped": {"groups": 2}}[method]
+    assert outcome(op=op, routing=Routing(method=method, **fields)).status == "ok"

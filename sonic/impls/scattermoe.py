@@ -8,15 +8,12 @@ counts tokens per expert with `torch.bincount`, which makes the host wait for th
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from sonic.impls._common import Adapter, dtype_refusal, leaf
+from sonic.impls._common import Adapter, Properties, dtype_refusal, leaf, version_of
 from sonic.problem import Problem
 from sonic.record import Point
 from sonic.routers import plain_router
@@ -24,22 +21,30 @@ from sonic.routers import plain_router
 
 class Impl(Adapter):
     family = "triton"
+    properties = Properties(
+        gather_fused_forward=True,
+        gather_fused_backward=False,
+        activation_fused=False,
+        d_activation_fused=False,
+        ds_from_da=False,
+        d_act_whole=False,
+        io_overlapped=False,
+        no_scatter_kernel=True,
+        efficient_topk=False,
+        no_padding=True,
+        kept=("H", "A", "Y"),
+    )
 
     @staticmethod
     def available() -> str | None:
         if importlib.util.find_spec("scattermoe") is None:
-            return "package 'scattermoe' is not installed (git only: https://github.com/shawntan/scattermoe)"
+            how = "git only: pip install --no-deps git+https://github.com/shawntan/scattermoe"
+            return f"package 'scattermoe' is not installed ({how})"
         return None
 
     @staticmethod
     def version() -> str:
-        """The package's version, and a hash of its sources, since one version number spans many commits."""
-        root = Path(importlib.util.find_spec("scattermoe").origin).parent
-        sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))).hexdigest()[:8]
-        try:
-            return f"{importlib.metadata.version('scattermoe')}+{sources}"
-        except importlib.metadata.PackageNotFoundError:
-            return sources
+        return version_of("scattermoe")
 
     @staticmethod
     def supports(point: Point, device: torch.device) -> str | None:

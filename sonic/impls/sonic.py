@@ -1,15 +1,17 @@
 """Our layer: all kernel families, every knob, and every kernel alone (`op=<kernel>`).
 
-`sonic.moe` for op=layer, `sonic.experts` for op=experts. Limits are the layer's own: E to 4096, K to 64, fp64 in the
-torch family only. `tile.*` changes the sizes that it names in the kernel's own choice, in every GEMM kernel or in
-`tile.kernel` alone.
+`sonic.moe` for op=layer, `sonic.experts` for op=experts; under another router `sonic.routing.route` and
+`sonic.experts_plan`. Given pairs of varying number per token are sorted by expert within op=experts, as ids are.
+op=routing is what comes before the experts: logits to rows sorted by expert. Limits are the layer's own: E to 4096, K
+to 64, fp64 in the torch family only. `tile.*` changes the sizes that it names in the kernel's own choice, in every
+GEMM kernel or in `tile.kernel` alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,8 +19,8 @@ from pathlib import Path
 import torch
 
 import sonic
-from sonic import layer, reference
-from sonic.impls._common import Adapter, dtype_refusal
+from sonic import layer, reference, routers, routing
+from sonic.impls._common import Adapter, Properties, dtype_refusal, leaf
 from sonic.kernels import (
     aggregate,
     d_act,
@@ -27,6 +29,7 @@ from sonic.kernels import (
     grouped_gemm,
     hopper,
     metadata,
+    plan,
     router_topk,
     tuning,
     up_proj,
@@ -47,6 +50,7 @@ _FUNCTIONS = {
     "weight_grad_2": "_weight_grad_kernel",
     "d_input": "_grouped_gemm_kernel",
     "weight_grad_1": "_weight_grad_kernel",
+    "routing": "_scatter_kernel",
 }
 _COSTS: dict[str, Callable[..., Cost]] = {
     "router_topk": router_topk.router_topk_cost,
@@ -58,6 +62,7 @@ _COSTS: dict[str, Callable[..., Cost]] = {
     "weight_grad_2": weight_grad.weight_grad_2_cost,
     "d_input": d_input.d_input_cost,
     "weight_grad_1": weight_grad.weight_grad_1_cost,
+    "routing": router_topk.router_topk_cost,
 }
 #: Steps of one pass, in the order in which the layer launches them.
 _FORWARD = ("router_topk", "metadata", "up_proj", "down_proj", "aggregate")
@@ -67,6 +72,10 @@ _GEMMS = {"up_proj": 4, "down_proj": 2, "d_act": 2, "d_input": 4, "weight_grad_1
 
 #: The ablation knobs at rest; the byte model describes these.
 _PLAIN = {"gather": "fused", "activation": "fused", "aggregate": "gather_sum"}
+
+#: Two routers that add a token's scores in another order may rank the pairs at the border of an expert differently:
+#: this share of all pairs is exchanged at most.
+_CLOSE_SHARE = 1e-3
 
 
 def _with_sizes(base: Tile, point: Point, itemsize: int) -> Tile:
@@ -85,7 +94,14 @@ def _with_sizes(base: Tile, point: Point, itemsize: int) -> Tile:
 def _source_hash() -> str:
     """Hash of every source that can change what is measured: kernels with their tuned tiles, layer and this adapter."""
     here = Path(sonic.__file__).parent
-    files = [here / "layer.py", Path(__file__), *(here / "kernels").rglob("*.py"), *(here / "kernels").rglob("*.json")]
+    files = [
+        here / "layer.py",
+        here / "routing.py",
+        here / "routers.py",
+        Path(__file__),
+        *(here / "kernels").rglob("*.py"),
+        *(here / "kernels").rglob("*.json"),
+    ]
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -95,11 +111,27 @@ def _source_hash() -> str:
 class Impl(Adapter):
     """`sonic` on one problem; see the module."""
 
+    #: Of the hopper family with all knobs at rest.
+    properties = Properties(
+        gather_fused_forward=True,
+        gather_fused_backward=True,
+        activation_fused=True,
+        d_activation_fused=True,
+        ds_from_da=True,
+        d_act_whole=True,
+        io_overlapped=True,
+        no_scatter_kernel=True,
+        efficient_topk=True,
+        no_padding=True,
+        kept=("H",),
+    )
     KNOBS = frozenset(
         {"knobs.family", "knobs.gather", "knobs.activation", "knobs.aggregate"}
         | {f"tile.{name}" for name in ("m", "n", "k", "stages", "warps", "kernel")}
     )
     OPS = frozenset({"layer", "experts", *KERNEL_OPS})
+    RAGGED = True
+    ROUTERS = frozenset(routers.METHODS)
 
     @staticmethod
     def version() -> str:
@@ -113,6 +145,11 @@ class Impl(Adapter):
             for name, value in _PLAIN.items():
                 if getattr(point.knobs, name) != value:
                     return f"knobs.{name} is {getattr(point.knobs, name)!r}; op={point.op} runs with {value!r}"
+        if point.routing.method in routers.RAGGED and point.knobs.aggregate != "gather_sum":
+            return (
+                f"knobs.aggregate is {point.knobs.aggregate!r}; with routing.method={point.routing.method} tokens have "
+                "different numbers of experts, which only 'gather_sum' adds up"
+            )
         kernel = point.tile.kernel
         if kernel is not None and kernel not in _GEMMS:
             return f"tile.kernel is {kernel!r}; allowed: {', '.join(_GEMMS)}"
@@ -139,6 +176,14 @@ class Impl(Adapter):
         )
         if self.family != "torch":
             self.choices = replace(self.choices, tiles=self._tiles())
+        self.ragged = point.routing.method in routers.RAGGED
+        if self.ragged and point.op == "experts":
+            self.pairs = problem.pairs()
+            self.scores_R = leaf(self.pairs.scores_R)
+        if point.op == "layer" and not problem.plain:
+            self._adopt()
+        if self.family == "torch" and self.ragged:
+            self.note = "waits for the device, which alone knows the number of pairs"
         if point.op in KERNEL_OPS:
             self._prepare(point.op)
 
@@ -185,9 +230,64 @@ class Impl(Adapter):
     def forward(self) -> torch.Tensor:
         if self.point.op in KERNEL_OPS:
             return self._call()
+        if self.layer and not self.problem.plain:
+            chosen = self._route(torch.nn.functional.linear(self.x_Td, self.router_w_Ed), self.family)
+            return layer.experts_plan(self.x_Td, chosen, self.w1_E2nd, self.w2_Edn, choices=self.choices)
+        if self.ragged:
+            make = plan.plan_of_pairs_torch if self.family == "torch" else plan.plan_of_pairs
+            p = self.pairs
+            given = make(p.token_R, p.ids_R, self.scores_R, p.token_offsets_T1, self.shape.E)
+            return layer.experts_plan(self.x_Td, given, self.w1_E2nd, self.w2_Edn, choices=self.choices)
         if self.layer:
             return layer.moe(self.x_Td, self.router_w_Ed, self.w1_E2nd, self.w2_Edn, self.K, choices=self.choices)
         return layer.experts(self.x_Td, self.ids_TK, self.scores_TK, self.w1_E2nd, self.w2_Edn, choices=self.choices)
+
+    def _route(self, logits_TE: torch.Tensor, family: str) -> routing.TopK | plan.Plan:
+        """The point's router on logits (T, E)."""
+        problem, given = self.problem, self.problem.routing
+        return routing.route(
+            logits_TE, self.K, given.method, score=given.score, draws_E=problem.draws_E, family=family,
+            **problem.options,
+        )  # fmt: skip
+
+    def _adopt(self) -> None:
+        """Take the pairs that our own router keeps for the routing that the gate computes.
+
+        It must be the problem's, which plain torch made of the same logits, up to close calls. ValueError otherwise.
+        """
+        with torch.no_grad():
+            chosen = self._route(self.problem.logits_TE, self.family)
+        kept, want = _mask(chosen, self.shape.T, self.shape.E), self.problem.kept()
+        apart = int((kept != want).sum())
+        if apart > reference.LIMIT * self._close_calls:
+            raise ValueError(
+                f"the router keeps other pairs than its plain definition: {apart} of {self.problem.R} differ"
+            )
+        if apart:
+            self.problem = self.problem.with_kept(kept)
+            self.note = f"{apart} of {self.problem.R} pairs are close calls that plain torch decides otherwise"
+
+    @property
+    def _close_calls(self) -> int:
+        """Pairs that may differ between two right routers."""
+        return max(1, round(_CLOSE_SHARE * self.problem.R))
+
+    def grads(self) -> dict[str, torch.Tensor]:
+        found = super().grads()
+        if self.ragged and not self.layer and self.scores_R.grad is not None:
+            there = self.ids_TK >= 0
+            ds_TK = self.scores_R.grad.new_zeros(there.shape)
+            found["ds_TK"] = ds_TK.masked_scatter(there, self.scores_R.grad)
+        return found
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        if self.ragged and not self.layer:
+            self.scores_R.grad = None
+
+    def weights(self) -> Sequence[torch.Tensor]:
+        given = (*self.pairs, self.scores_R) if self.ragged and not self.layer else ()
+        return (*super().weights(), *given)
 
     # One kernel alone
 
@@ -201,6 +301,11 @@ class Impl(Adapter):
         def rows(*sizes: int) -> torch.Tensor:
             return torch.empty(*sizes, dtype=p.dtype, device=p.device).normal_(generator=draw)
 
+        if op == "routing":
+            logits = p.logits_TE
+            self._outputs = lambda: _tensors(self._rows_of(logits, self.family, steps), op)
+            self._twin = lambda: _tensors(self._rows_of(logits, "torch", twin), op)
+            return
         meta = steps.metadata(p.ids_TK, self.shape.E)
         w1 = self.choices.w1_view(p.w1_E2nd)
         scores_R = p.scores_TK.flatten()[meta.slot_idx_R.long()]
@@ -233,11 +338,31 @@ class Impl(Adapter):
         self._outputs = lambda: _tensors(call(steps, **tile), self.point.op)
         self._twin = lambda: _tensors(call(twin), self.point.op)
 
+    def _rows_of(self, logits_TE: torch.Tensor, family: str, steps: layer.Steps) -> metadata.Metadata:
+        """Logits to rows sorted by expert."""
+        if self.problem.plain:
+            return steps.metadata(steps.router_topk(logits_TE, self.K)[1], self.shape.E)
+        chosen = self._route(logits_TE, family)
+        return chosen.meta if self.ragged else steps.metadata(chosen.ids_TK, self.shape.E)
+
     def _call(self) -> torch.Tensor:
         return self._outputs()[0]
 
     def check(self) -> dict[str, float]:
-        """Relative error of each output of the kernel against its twin, as a multiple of what the dtype allows."""
+        """Relative error of each output of the kernel against its twin, as a multiple of what the dtype allows.
+
+        A router of varying rows is held to its definition up to close calls, and its rows to the pairs that it keeps.
+        """
+        if self.point.op == "routing" and self.ragged:
+            chosen = self._route(self.problem.logits_TE, self.family)
+            kept = _mask(chosen, self.shape.T, self.shape.E)
+            twin = plan.plan_of_mask_torch(
+                kept.to(torch.int8), torch.zeros(kept.shape, device=kept.device), chosen.limit
+            )
+            pairs = zip(_tensors(chosen.meta, "routing"), _tensors(twin.meta, "routing"), strict=True)
+            apart = int((kept != self.problem.kept()).sum())
+            errors = {f"kernel.{i}": 0.0 if torch.equal(g, w) else math.inf for i, (g, w) in enumerate(pairs)}
+            return errors | {"kernel.pairs": apart / self._close_calls}
         floor = reference.FLOOR[self.problem.dtype]
         got, want = self._outputs(), self._twin()
         return {f"kernel.{i}": _error(g, w, floor) for i, (g, w) in enumerate(zip(got, want, strict=True))}
@@ -280,8 +405,9 @@ class Impl(Adapter):
         return all(getattr(self.point.knobs, name) == value for name, value in _PLAIN.items())
 
     def bytes_model(self) -> int | None:
-        """Ideal traffic of all steps, gathered rows counted once per use; None for an ablation, which moves more."""
-        if not self._plain:
+        """Ideal traffic of all steps, gathered rows counted once per use; None for an ablation, which moves more, and
+        for other routers than plain top-K, which is not modelled."""
+        if not self._plain or not self.problem.plain:
             return None
         return sum(self._cost(step).bytes for step in self._steps())
 
@@ -320,6 +446,17 @@ class Impl(Adapter):
             return False
         names = [self._tuned_as(step) for step in gemms]
         return all(tuning.measured(name, shape.d, shape.n, shape.E, self.problem.dtype) for name in names)
+
+
+def _mask(chosen: routing.TopK | plan.Plan, T: int, E: int) -> torch.Tensor:
+    """Pairs as a mask (T, E) bool."""
+    if isinstance(chosen, routing.TopK):
+        mask = torch.zeros(T, E, dtype=torch.bool, device=chosen.ids_TK.device)
+        return mask.scatter(1, chosen.ids_TK.long(), True)
+    chosen = chosen.exact()
+    mask = torch.zeros(T, E, dtype=torch.bool, device=chosen.ids_R.device)
+    mask[torch.repeat_interleave(chosen.token_offsets_T1.diff().long()), chosen.ids_R.long()] = True
+    return mask
 
 
 def _error(got: torch.Tensor, want: torch.Tensor, floor: float) -> float:

@@ -24,10 +24,11 @@ import os
 
 import torch
 
-from sonic.impls._common import Adapter, dtype_refusal
+from sonic.impls._common import Adapter, Properties, dtype_refusal, leaf
 from sonic.kernels import tuning
 from sonic.problem import Problem
 from sonic.record import Point
+from sonic.routers import RAGGED
 
 PACKAGES = {"sonicmoe": "sonic-moe", "quack": "quack-kernels", "cutlass": "nvidia-cutlass-dsl"}
 #: The tuners behind the six GEMMs: H and A; Y, dX, dW1 and dW2; dH and dS.
@@ -42,6 +43,21 @@ STREAM = 0
 
 
 class Impl(Adapter):
+    RAGGED = True
+    properties = Properties(
+        gather_fused_forward=True,
+        gather_fused_backward=True,
+        activation_fused=True,
+        d_activation_fused=True,
+        ds_from_da=True,
+        d_act_whole=True,
+        io_overlapped=True,
+        no_scatter_kernel=True,
+        efficient_topk=True,
+        no_padding=True,
+        kept=("H",),
+    )
+
     @staticmethod
     def available() -> str | None:
         for module, package in PACKAGES.items():
@@ -89,6 +105,11 @@ class Impl(Adapter):
         if self.layer and (E > 4096 or E % 8 or K > 16):
             notes.append("torch's top-K and softmax, since its own need E a multiple of 8 up to 4096 and K up to 16")
         self.note = "; ".join(notes)
+        self.pairs = None
+        if point.routing.method in RAGGED:
+            self.pairs = problem.pairs()
+            self.scores_R, self.ids_R, self.token_R = leaf(self.pairs.scores_R), self.pairs.ids_R, self.pairs.token_R
+            return
         self.ids_R = problem.ids_TK.flatten()
         self.token_R = torch.arange(T, dtype=torch.int32, device=problem.device).repeat_interleave(K, output_size=T * K)
 
@@ -103,8 +124,21 @@ class Impl(Adapter):
             layer = self.package.moe_TC_softmax_topk_layer
             return layer(self.x_Td, self.router_w_Ed, *weights, self.K, STREAM, **options)[0]
         experts = self.package.moe_general_routing_inputs
-        routing = self.scores_TK.flatten(), self.token_R, self.ids_R
+        scores_R = self.scores_TK.flatten() if self.pairs is None else self.scores_R
+        routing = scores_R, self.token_R, self.ids_R
         return experts(self.x_Td, *routing, *weights, self.problem.shape.E, STREAM, **options)[0]
+
+    def grads(self) -> dict[str, torch.Tensor]:
+        found = super().grads()
+        if self.pairs is not None and self.scores_R.grad is not None:
+            there = self.ids_TK >= 0
+            found["ds_TK"] = self.scores_R.grad.new_zeros(there.shape).masked_scatter(there, self.scores_R.grad)
+        return found
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        if self.pairs is not None:
+            self.scores_R.grad = None
 
 
 def _restrict_tuners(tune: str, device: torch.device) -> str:

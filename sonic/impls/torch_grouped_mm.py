@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sonic.impls._common import Adapter, dtype_refusal
+from sonic.impls._common import Adapter, Properties, dtype_refusal
 from sonic.problem import DTYPES
 from sonic.record import Point
 from sonic.routers import plain_router
@@ -80,6 +80,20 @@ def layer(
 
 class Impl(Adapter):
     family = "torch"
+    #: Autograd keeps silu(gate) too, as wide as A.
+    properties = Properties(
+        gather_fused_forward=False,
+        gather_fused_backward=False,
+        activation_fused=False,
+        d_activation_fused=False,
+        ds_from_da=False,
+        d_act_whole=False,
+        io_overlapped=False,
+        no_scatter_kernel=False,
+        efficient_topk=False,
+        no_padding=True,
+        kept=("Xe", "H", "A", "A", "Y"),
+    )
 
     @staticmethod
     def available() -> str | None:

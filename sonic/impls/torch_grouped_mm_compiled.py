@@ -15,6 +15,8 @@ from sonic.record import Point
 
 
 class Impl(torch_grouped_mm.Impl):
+    properties = None  # Inductor decides
+
     @staticmethod
     def supports(point: Point, device: torch.device) -> str | None:
         if device.type != "cuda":

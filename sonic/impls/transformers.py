@@ -4,8 +4,8 @@ at 5.17.0.
 The block that a model loaded with `from_pretrained` runs, with its own router: softmax over all experts in fp32,
 top-K, renormalised, scores rounded to the dtype of x. Its weights lie as here: gate rows, then up rows, (E, 2n, d) and
 (E, d, n). `experts_implementation` is `grouped_mm`, the package's default, and its per-expert loop `eager` where
-grouped_mm refuses the dtype or the alignment; the note says which ran. Versions before 5 keep a module per expert and
-are not supported.
+grouped_mm refuses the dtype or the alignment; the note says which ran. `transformers_eager` always runs the loop.
+Versions before 5 keep a module per expert and are not supported.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ MAJOR = 5
 class Impl(Adapter):
     OPS = frozenset({"layer"})
     family = "torch"
+    #: Forces the per-expert loop.
+    EAGER = False
 
     @staticmethod
     def available() -> str | None:
         if importlib.util.find_spec("transformers") is None:
-            return "package 'transformers' is not installed"
+            return "package 'transformers' is not installed (pip install \"transformers>=5\")"
         version = importlib.metadata.version("transformers")
         if int(version.split(".")[0]) < MAJOR:
             return f"transformers is {version}; its fused expert weights need {MAJOR}.0 or newer"
@@ -53,8 +55,8 @@ class Impl(Adapter):
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
         super().__init__(problem, point)
-        refusal = torch_grouped_mm.Impl.supports(point, problem.device)
-        experts = "grouped_mm" if refusal is None else "eager"
+        refusal = None if self.EAGER else torch_grouped_mm.Impl.supports(point, problem.device)
+        experts = "grouped_mm" if refusal is None and not self.EAGER else "eager"
         self.note = f"experts_implementation={experts}" + (f" ({refusal})" if refusal else "")
         shape = problem.shape
         config = Qwen3MoeConfig(

@@ -178,7 +178,7 @@ def plan_of_mask(kept_TE: torch.Tensor, weights_TE: torch.Tensor, limit: int) ->
     below `SCORE_BITS`; any strides. limit bounds the number of pairs, which nobody checks. E at most 4096.
     """
     T, E = kept_TE.shape
-    device = kept_TE.device
+    limit, device = min(limit, T * E), kept_TE.device
     new = lambda size: torch.empty(size, dtype=torch.int32, device=device)  # noqa: E731
     meta = Metadata(new(E + 1), new(limit), new(limit), new(limit), T)
     tokens, ids = new(T + 1), new(limit)
@@ -221,7 +221,7 @@ def plan_of_mask_torch(kept_TE: torch.Tensor, weights_TE: torch.Tensor, limit: i
     T, E = kept_TE.shape
     token, expert = kept_TE.nonzero(as_tuple=True)
     R = token.numel()
-    limit = R if limit is None else limit
+    limit = R if limit is None else min(limit, T * E)
     if not weights_TE.is_floating_point():
         weights_TE = (weights_TE & SCORE_BITS).view(torch.float32)
     behind = torch.arange(R, limit, device=token.device)

@@ -86,7 +86,7 @@ def rank(
 
 def _block_t(e_pad: int) -> int:
     """Tokens per program: enough that their keys, which lie one behind the other, fill sectors of memory."""
-    return 64 if INTERPRET else max(4, min(32, 8192 // e_pad))
+    return 64 if INTERPRET else max(2, min(32, 8192 // e_pad))
 
 
 def rank_torch(
@@ -130,14 +130,21 @@ def _last_key(keys, T, target, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _select_kernel(keys_ptr, targets_ptr, kept_ptr, T, BLOCK: tl.constexpr):
-    e = tl.program_id(0).to(tl.int64)
-    keys = keys_ptr + e * T
-    target = tl.minimum(tl.load(targets_ptr + e), T)
+def _last_of(keys, T, target, BLOCK: tl.constexpr):
+    """`_last_key`, and for a target of 0 a key above all."""
     last = 0x7FFFFFFF
     left = 0
     if target > 0:
         last, left = _last_key(keys, T, target, BLOCK)
+    return last, left
+
+
+@triton.jit
+def _select_kernel(keys_ptr, targets_ptr, kept_ptr, T, BLOCK: tl.constexpr):
+    e = tl.program_id(0).to(tl.int64)
+    keys = keys_ptr + e * T
+    target = tl.minimum(tl.load(targets_ptr + e), T)
+    last, left = _last_of(keys, T, target, BLOCK)
     for first in range(0, T, BLOCK):
         t = first + tl.arange(0, BLOCK)
         key = tl.load(keys + t, mask=t < T, other=-1)
@@ -165,18 +172,21 @@ def select_torch(keys_ET: torch.Tensor, targets_E: torch.Tensor) -> torch.Tensor
 
 
 @triton.jit
-def _score_sum(keys, T, target, BLOCK: tl.constexpr):
-    """Sum of the scores of the `target` highest keys."""
+def _score_sum(keys, T, above, above_left, target, BLOCK: tl.constexpr):
+    """Sum of the scores from behind the place that `above` and `above_left` name (see `_last_key`) to the target-th."""
+    last, left = _last_of(keys, T, target, BLOCK)
     total = 0.0
-    if target > 0:
-        last, left = _last_key(keys, T, target, BLOCK)
-        total += (last & 0x3FFFFFFF).to(tl.float32, bitcast=True) * left
-        for first in range(0, T, BLOCK):
-            t = first + tl.arange(0, BLOCK)
-            key = tl.load(keys + t, mask=t < T, other=-1)
-            score = (key & 0x3FFFFFFF).to(tl.float32, bitcast=True)
-            total += tl.sum(tl.where((t < T) & (key > last), score, 0.0), axis=0)
-    return total
+    same = 0
+    for first in range(0, T, BLOCK):
+        t = first + tl.arange(0, BLOCK)
+        key = tl.load(keys + t, mask=t < T, other=-1)
+        score = (key & 0x3FFFFFFF).to(tl.float32, bitcast=True)
+        total += tl.sum(tl.where((key > last) & (key < above), score, 0.0), axis=0)
+        same += tl.sum((key == above).to(tl.int32), axis=0)
+    # keys equal to the ends: those of `above` that are still to come, and those of `last` that are taken
+    same = tl.where(last == above, left, same) - above_left
+    total += (above & 0x3FFFFFFF).to(tl.float32, bitcast=True) * tl.where(target > 0, same, 0)
+    return total + (last & 0x3FFFFFFF).to(tl.float32, bitcast=True) * tl.where(last == above, 0, left)
 
 
 @triton.jit
@@ -185,9 +195,9 @@ def _score_sums_kernel(keys_ptr, counts_ptr, sums_ptr, T, E, tile, BLOCK: tl.con
     keys = keys_ptr + e.to(tl.int64) * T
     count = tl.load(counts_ptr + e)
     down = count // tile * tile
-    floor = _score_sum(keys, T, down, BLOCK)
-    tl.store(sums_ptr + e, _score_sum(keys, T, count, BLOCK) - floor)
-    tl.store(sums_ptr + E + e, _score_sum(keys, T, tl.minimum(down + tile, T), BLOCK) - floor)
+    above, left = _last_of(keys, T, down, BLOCK)
+    tl.store(sums_ptr + e, _score_sum(keys, T, above, left, count, BLOCK))
+    tl.store(sums_ptr + E + e, _score_sum(keys, T, above, left, tl.minimum(down + tile, T), BLOCK))
 
 
 def score_sums(keys_ET: torch.Tensor, counts_E: torch.Tensor, tile: int) -> torch.Tensor:
@@ -317,7 +327,7 @@ def _d_logits_kernel(
     if K > 0:
         own = tl.where(chosen != 0, grad, 0.0)
         s = tl.where(chosen != 0, p, 0.0)
-        s = s / tl.maximum(tl.sum(s, axis=1), 1e-38)[:, None]
+        s = s / tl.maximum(tl.sum(s, axis=1), 1e-37)[:, None]
         out += s * (own - tl.sum(s * own, axis=1)[:, None])
     to = out_ptr + t.to(tl.int64)[:, None] * E + e[None, :]
     tl.store(to, narrow(out, out_ptr.dtype.element_ty), mask=mask)

@@ -69,3 +69,30 @@ def test_a_tile_that_outgrows_shared_memory_names_need_and_limit():
     outcome = serve_point(point(tile=TileSpec(m=256, n=256, k=128, stages=5)), SETTINGS).outcome
     assert outcome.status == "out_of_resources"
     assert "1310720" in outcome.reason and "232448" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("op", "method"), [("experts", "tr_balance"), ("layer", "tr_nearest_score"), ("layer", "laser")]
+)
+def test_another_router_gives_a_row(op: str, method: str):
+    """Through both checks of the gate, with every gradient; R is what was kept."""
+    tile = 4 if method.startswith("tr_") else None
+    routing = Routing(method=method, tile=tile, distribution="learned" if op == "layer" else "zipf")
+    outcome = serve_point(point(op=op, routing=routing), SETTINGS).outcome
+    assert outcome.status == "ok", outcome.reason
+    assert max(outcome.errors.values()) <= 2 and {"twin.ds", "twin.drouter"} & set(outcome.errors)
+    assert outcome.R % (tile or 1) == 0 and outcome.flops_model == 18 * outcome.R * SHAPE.n * SHAPE.d
+
+
+@pytest.mark.parametrize("method", ["tr_up", "expert_choice", "grouped"])
+def test_routing_alone_gives_a_row(method: str):
+    shape = ShapeSpec(T=17, d=64, n=32, E=6, K=2)
+    fields = {"tr_up": {"tile": 4}, "expert_choice": {"capacity": 1.5}, "grouped": {"groups": 2}}[method]
+    routing = Routing(method=method, distribution="zipf", **fields)
+    outcome = serve_point(point(op="routing", mode="fwd", routing=routing, shape=shape), SETTINGS).outcome
+    assert outcome.status == "ok", outcome.reason
+
+
+def test_rows_of_a_varying_number_are_summed_by_gathering():
+    asked = point(op="experts", routing=Routing(method="tr_up"), knobs=Knobs(aggregate="atomic"))
+    assert "knobs.aggregate is 'atomic'" in Impl.supports(asked, torch.device("cpu"))

@@ -44,7 +44,9 @@ from sonic.kernels import (
     grouped_gemm,
     hopper,
     metadata,
+    plan,
     router_topk,
+    token_rounding,
     tuning,
     up_proj,
     weight_grad,
@@ -53,7 +55,7 @@ from sonic.kernels.common import Tile, tile_of
 from tests.oracle import hopper_tiles
 
 _BIN = Path(triton.backends.nvidia.__file__).parent / "bin"
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int8: "i8"}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 #: What to compile: a name, the tile (None for a kernel that has none), and the launcher.
@@ -268,6 +270,20 @@ def others(dtype: torch.dtype, d: int, n: int) -> Wanted:
         yield f"metadata {at}", None, partial(metadata.metadata, ids, E)
         yield f"restore {at}", None, partial(metadata.restore, index, offsets, scores)
         yield f"tile_map {at}", None, partial(metadata.tile_map, offsets, s.T * K, 64)
+        rows = torch.zeros(s.T * K)
+        keys, kept = torch.zeros(E, s.T, dtype=torch.int32), torch.zeros(E, s.T, dtype=torch.int8)
+        counts, draws, sums = offsets[:-1].clone(), torch.zeros(E), torch.zeros(2, E)
+        made = plan.Plan(metadata.Metadata(offsets, index, index, index, s.T), torch.zeros(s.T + 1).int(), index, rows)
+        for who, chosen in (("", (ids, scores)), (" experts choose", (None, None))):
+            yield f"rank {at}{who}", None, partial(token_rounding.rank, logits, *chosen)
+            yield f"d_logits {at}{who}", None, partial(token_rounding.d_logits, logits, chosen[0], rows, made)
+        yield f"select {at}", None, partial(token_rounding.select, keys, counts)
+        yield f"score_sums {at}", None, partial(token_rounding.score_sums, keys, counts, 128)
+        for rule in token_rounding.RULES:
+            yield f"targets {rule} {at}", None, partial(token_rounding.targets, counts, s.T, 16, rule, draws, sums)
+        yield f"plan_of_mask {at}", None, partial(plan.plan_of_mask, kept.T, keys.T, s.T * K)
+    yield "sum_rows", None, partial(plan.sum_rows, s.rows, made, rows)
+    yield "sum_parts", None, partial(plan.sum_parts, torch.zeros(2, s.T * K), made)
     yield "aggregate", None, partial(aggregate.aggregate, s.rows, row_idx, s.scores_TK, s.T, s.K)
     yield "aggregate slots", None, partial(aggregate.aggregate, s.rows, None, None, s.T, s.K)
     yield "gather_rows", None, partial(aggregate.gather_rows, s.x, s.meta.gather_idx_R)
