@@ -118,7 +118,7 @@ class Knobs(Strict):
     ds: Literal["from_da"] = "from_da"
     cache: Literal["h"] = "h"
     aggregate: Literal["gather_sum", "scatter_sum", "atomic"] = "gather_sum"
-    schedule: Literal["persistent"] | None = None
+    schedule: Literal["cooperative", "pingpong"] | None = None
     order: Literal["grouped"] | None = None
     index: Literal["int64"] | None = None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from sonic.kernels import (
     up_proj,
     weight_grad,
 )
-from sonic.kernels.common import SMEM_LIMIT, Cost, HopperTile, Tile
+from sonic.kernels.common import SMEM_LIMIT, Cost, HopperTile, Tile, TileTooLarge
 from sonic.problem import DTYPES, Problem
 from sonic.record import KERNEL_OPS, KernelTime, Point
 
@@ -78,16 +78,90 @@ _PLAIN = {"gather": "fused", "activation": "fused", "aggregate": "gather_sum"}
 _CLOSE_SHARE = 1e-3
 
 
-def _with_sizes(base: Tile, point: Point, itemsize: int) -> Tile:
-    """The kernel's own tile with the sizes that the point asks for; what depends on them follows."""
-    asked = point.tile
-    tile = base.override(m=asked.m, n=asked.n, k=asked.k, stages=asked.stages, warps=asked.warps)
-    if isinstance(tile, HopperTile):
-        return tile
-    ring = tile.stages * (tile.m + tile.n) * tile.k * itemsize
-    # programs share an SM while their rings fit, and while accumulators take half of the registers at most
-    ctas = tile.ctas if tile.ctas * ring <= SMEM_LIMIT and tile.ctas * tile.m * tile.n <= 32768 else 1
-    return replace(tile, ctas=ctas, split=min(tile.split, tile.n // 16))
+@dataclass(frozen=True)
+class _Tiling:
+    """Which tile each GEMM step of a point takes in a family."""
+
+    point: Point
+    family: str
+
+    @property
+    def into(self) -> grouped_gemm.Into:
+        return layer.Choices(self.family, aggregate=self.point.knobs.aggregate).into
+
+    def hopper(self, step: str) -> bool:
+        """Whether a step runs warp-specialised: results that go elsewhere than to rows are the portable family's."""
+        return self.family == "hopper" and (step not in ("down_proj", "d_input") or self.into == "rows")
+
+    def kernel(self, step: str) -> str:
+        """The kernel that is a step's GEMM."""
+        return "d_act_gemm" if step == "d_act" and self.point.knobs.activation == "separate" else step
+
+    def tuned_as(self, step: str) -> str:
+        """Name under which a step's tile is chosen."""
+        if self.hopper(step):
+            return f"hopper.{self.kernel(step)}"
+        return grouped_gemm.tuned_as(step, self.into) if step in ("down_proj", "d_input") else self.kernel(step)
+
+    def known(self, step: str) -> Tile | None:
+        shape = self.point.shape
+        return tuning.known(self.tuned_as(step), shape.d, shape.n, shape.E, DTYPES[self.point.dtype])
+
+    def candidates(self, step: str) -> list[Tile]:
+        d, n, dtype = self.point.shape.d, self.point.shape.n, DTYPES[self.point.dtype]
+        kernel = self.kernel(step)
+        if self.hopper(step):
+            return {
+                "up_proj": lambda: hopper.up_proj.configs(n),
+                "down_proj": lambda: hopper.grouped_gemm.configs(d),
+                "d_input": lambda: hopper.grouped_gemm.configs(d),
+                "d_act": lambda: hopper.d_act.configs(n),
+                "d_act_gemm": lambda: hopper.grouped_gemm.configs(n),
+                "weight_grad_1": lambda: hopper.weight_grad.configs(d),
+                "weight_grad_2": lambda: hopper.weight_grad.configs(n),
+            }[kernel]()
+        return {
+            "up_proj": lambda: up_proj.configs(dtype, n),
+            "down_proj": lambda: grouped_gemm.configs(dtype, d, self.into),
+            "d_input": lambda: grouped_gemm.configs(dtype, d, self.into),
+            "d_act": lambda: d_act.configs(dtype, n),
+            "d_act_gemm": lambda: d_act.configs(dtype, n),
+            "weight_grad_1": lambda: weight_grad.configs(dtype, d),
+            "weight_grad_2": lambda: weight_grad.configs(dtype, n),
+        }[kernel]()
+
+    def asked(self) -> dict[str, Tile]:
+        """A tile for each kernel that the point aims at, by step; none without a request.
+
+        Raises ValueError for a tile that the family cannot run, TileTooLarge for one that does not fit.
+        """
+        spec, schedule = self.point.tile, self.point.knobs.schedule
+        if schedule is None and not any(v is not None for v in spec.model_dump(exclude={"kernel"}).values()):
+            return {}
+        tiles = {}
+        for step in [spec.kernel] if spec.kernel else _GEMMS:
+            if self.point.op not in _GEMMS or step == self.point.op:
+                tiles[step] = self._sized(step)
+        return tiles
+
+    def _sized(self, step: str) -> Tile:
+        """The kernel's own tile with what the point asks for; what depends on that follows."""
+        spec, schedule = self.point.tile, self.point.knobs.schedule
+        tile = self.known(step) or self.candidates(step)[0]
+        if isinstance(tile, HopperTile):
+            # the weight gradients have one schedule, which a request for the others leaves alone
+            if schedule not in (None, tile.schedule) and not step.startswith("weight_grad"):
+                tile = next(t for t in self.candidates(step) if t.schedule == schedule)
+            if spec.warps is not None:
+                raise ValueError(f"tile.warps is {spec.warps}; the hopper family fixes its warps")
+            tile = tile.override(m=spec.m, n=spec.n, k=spec.k, stages=spec.stages)
+            hopper.CHECKS[self.kernel(step)](tile)
+            return tile
+        tile = tile.override(m=spec.m, n=spec.n, k=spec.k, stages=spec.stages, warps=spec.warps)
+        ring = tile.stages * (tile.m + tile.n) * tile.k * DTYPES[self.point.dtype].itemsize
+        # programs share an SM while their rings fit, and while accumulators take half of the registers at most
+        ctas = tile.ctas if tile.ctas * ring <= SMEM_LIMIT and tile.ctas * tile.m * tile.n <= 32768 else 1
+        return replace(tile, ctas=ctas, split=min(tile.split, tile.n // 16))
 
 
 @cache
@@ -126,7 +200,7 @@ class Impl(Adapter):
         kept=("H",),
     )
     KNOBS = frozenset(
-        {"knobs.family", "knobs.gather", "knobs.activation", "knobs.aggregate"}
+        {"knobs.family", "knobs.gather", "knobs.activation", "knobs.aggregate", "knobs.schedule"}
         | {f"tile.{name}" for name in ("m", "n", "k", "stages", "warps", "kernel")}
     )
     OPS = frozenset({"layer", "experts", *KERNEL_OPS})
@@ -154,8 +228,14 @@ class Impl(Adapter):
         if kernel is not None and kernel not in _GEMMS:
             return f"tile.kernel is {kernel!r}; allowed: {', '.join(_GEMMS)}"
         try:
-            layer.resolve_family(point.knobs.family, device, DTYPES[point.dtype], point.shape.d, point.shape.n)
+            family = layer.resolve_family(point.knobs.family, device, DTYPES[point.dtype], point.shape.d, point.shape.n)
             Tile().override(**point.tile.model_dump(exclude={"kernel"}))
+            if point.knobs.schedule is not None and family != "hopper":
+                return f"knobs.schedule is {point.knobs.schedule!r}; only the hopper family has a choice, {family} runs"
+            if family == "hopper":
+                _Tiling(point, family).asked()
+        except TileTooLarge:
+            return None  # said when it is measured, as out_of_resources
         except ValueError as error:
             return str(error)
         return None
@@ -174,8 +254,9 @@ class Impl(Adapter):
             activation=knobs.activation,
             aggregate=knobs.aggregate,
         )
+        self.tiling = _Tiling(point, self.family)
         if self.family != "torch":
-            self.choices = replace(self.choices, tiles=self._tiles())
+            self.choices = replace(self.choices, tiles=self.tiling.asked())
         self.ragged = point.routing.method in routers.RAGGED
         if self.ragged and point.op == "experts":
             self.pairs = problem.pairs()
@@ -186,46 +267,6 @@ class Impl(Adapter):
             self.note = "waits for the device, which alone knows the number of pairs"
         if point.op in KERNEL_OPS:
             self._prepare(point.op)
-
-    def _tiles(self) -> dict[str, Tile]:
-        """A tile for each kernel that the point aims at; none without a request."""
-        asked = self.point.tile
-        if not any(value is not None for value in asked.model_dump(exclude={"kernel"}).values()):
-            return {}
-        d, n, E, dtype = self.shape.d, self.shape.n, self.shape.E, self.problem.dtype
-        tiles = {}
-        for kernel in [asked.kernel] if asked.kernel else _GEMMS:
-            if self.point.op in _GEMMS and kernel != self.point.op:
-                continue
-            known = tuning.known(self._tuned_as(kernel), d, n, E, dtype)
-            base = known or self._candidates(kernel)[0]
-            tiles[kernel] = _with_sizes(base, self.point, dtype.itemsize)
-        return tiles
-
-    def _is_hopper(self, step: str) -> bool:
-        """Whether a GEMM step runs warp-specialised: rows that go elsewhere than to rows are the portable family's."""
-        return self.family == "hopper" and (step not in ("down_proj", "d_input") or self.choices.into == "rows")
-
-    def _tuned_as(self, step: str) -> str:
-        """Name under which a step's tile is chosen."""
-        if step == "d_act" and self.point.knobs.activation == "separate":
-            step = "d_act_gemm"
-        if self._is_hopper(step):
-            return f"hopper.{step}"
-        return grouped_gemm.tuned_as(step, self.choices.into) if step in ("down_proj", "d_input") else step
-
-    def _candidates(self, step: str) -> list[Tile]:
-        d, n, dtype = self.shape.d, self.shape.n, self.problem.dtype
-        columns = {"up_proj": n, "d_act": n, "weight_grad_1": d, "weight_grad_2": n, "down_proj": d, "d_input": d}[step]
-        separate = step == "d_act" and self.point.knobs.activation == "separate"
-        module = {"up_proj": "up_proj", "d_act": "grouped_gemm" if separate else "d_act"}.get(step, "weight_grad")
-        if step in ("down_proj", "d_input"):
-            module = "grouped_gemm"
-        if self._is_hopper(step):
-            return getattr(hopper, module).configs(columns)
-        if module == "grouped_gemm":
-            return grouped_gemm.configs(dtype, d, self.choices.into) if not separate else d_act.configs(dtype, n)
-        return {"up_proj": up_proj, "d_act": d_act, "weight_grad": weight_grad}[module].configs(dtype, columns)
 
     def forward(self) -> torch.Tensor:
         if self.point.op in KERNEL_OPS:
@@ -382,9 +423,7 @@ class Impl(Adapter):
     def _tile(self, step: str) -> Tile | None:
         if step not in _GEMMS or self.family == "torch":
             return None
-        shape = self.shape
-        known = tuning.known(self._tuned_as(step), shape.d, shape.n, shape.E, self.problem.dtype)
-        return self.choices.tiles.get(step) or known
+        return self.choices.tiles.get(step) or self.tiling.known(step)
 
     @property
     def kernels_cost(self) -> list[KernelTime]:
@@ -444,7 +483,7 @@ class Impl(Adapter):
         shape = self.shape
         if self.choices.tiles:
             return False
-        names = [self._tuned_as(step) for step in gemms]
+        names = [self.tiling.tuned_as(step) for step in gemms]
         return all(tuning.measured(name, shape.d, shape.n, shape.E, self.problem.dtype) for name in names)
 
 

@@ -301,12 +301,41 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Impl]:
 
 
 def test_sizes_asked_for_change_the_first_hopper_tile(adapter: Callable[..., Impl]) -> None:
-    impl = adapter(tile=TileSpec(n=64, stages=2))
+    impl = adapter(tile=TileSpec(n=128, stages=2))
     first = {kernel: tiles[0] for kernel, tiles in hopper_tiles(SHAPE.d, SHAPE.n).items()}
-    assert impl.choices.tiles == {kernel: first[kernel].override(n=64, stages=2) for kernel in GEMMS}
+    assert impl.choices.tiles == {kernel: first[kernel].override(n=128, stages=2) for kernel in GEMMS}
     assert {type(tile) for tile in impl.choices.tiles.values()} == {HopperTile}
     tiles = [cost.tile for cost in impl.kernels_cost if cost.tile]
-    assert len(tiles) == len(GEMMS) and all((tile["n"], tile["stages"]) == (64, 2) for tile in tiles)
+    assert len(tiles) == len(GEMMS) and all((tile["n"], tile["stages"]) == (128, 2) for tile in tiles)
+
+
+def test_a_schedule_asked_for_takes_a_tile_that_has_it(adapter: Callable[..., Impl]) -> None:
+    tiles = adapter(knobs=Knobs(family="hopper", schedule="pingpong")).choices.tiles
+    assert {step: tile.schedule for step, tile in tiles.items()} == {
+        step: "cooperative" if step.startswith("weight_grad") else "pingpong" for step in GEMMS
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tile": TileSpec(k=32)}, "takes k = 64"),
+        ({"tile": TileSpec(n=64)}, "n in 128..256"),
+        ({"tile": TileSpec(warps=4)}, "tile.warps is 4"),
+        (
+            {"tile": TileSpec(n=256), "knobs": Knobs(family="hopper", schedule="pingpong")},
+            "exceeds a warpgroup's registers",
+        ),
+        ({"knobs": Knobs(family="triton", schedule="pingpong")}, "knobs.schedule is 'pingpong'"),
+    ],
+)
+def test_what_no_kernel_can_run_is_unsupported(
+    adapter: Callable[..., Impl], monkeypatch: pytest.MonkeyPatch, fields: dict, words: str
+) -> None:
+    del adapter  # the family is chosen as on a Hopper card
+    monkeypatch.setattr(layer, "resolve_family", lambda family, *_: "hopper" if family == "auto" else family)
+    point = Point(**{"sweep": "test", "impl": "sonic", "shape": SHAPE, **fields})
+    assert words in Impl.supports(point, torch.device("cpu"))
 
 
 def test_one_kernel_alone_gets_the_tile(adapter: Callable[..., Impl]) -> None:
