@@ -552,7 +552,9 @@ def row_notes(data: pd.DataFrame) -> list[str]:
     `data` must hold every row behind the figure and its table, not only the mode that is drawn largest.
     """
     measured = data[data.ms.notna() & ~data.derived]
-    return _adapter_notes(measured) + _throttle_notes(measured) + _clock_notes(measured)
+    older = data.attrs.get("older_method", 0)
+    left_out = [f"{older} rows of an older timing method are left out (--method draws them)."] if older else []
+    return _adapter_notes(measured) + _throttle_notes(measured) + _clock_notes(measured) + left_out
 
 
 def missing_notes(data: pd.DataFrame, y: str = "ms") -> list[str]:

@@ -99,8 +99,9 @@ def build(
 ) -> Drawn:
     """Draws one figure from the rows in `results`.
 
-    NotDrawn when there is nothing to draw, SelectionError when rows of several GPUs or methods are left, KeyError for
-    an unknown id.
+    Without `method` the newest timing method among the rows is drawn, and the figure says how many rows that leaves
+    out. NotDrawn when there is nothing to draw, SelectionError when rows of several GPUs are left, KeyError for an
+    unknown id.
     """
     module = module_of(figure_id)
     sweeps = sweeps_of(module)
@@ -114,6 +115,11 @@ def build(
         raise NotDrawn(f"no rows of {gpu} (there are some of {', '.join(slugs)}); {fill}", faults)
     chosen = load.choose_gpu(slugs, gpu)
     rows, _ = load.rows(results, sweeps, chosen, method, clock)
+    newest, older = load.newest_method(rows)
+    if set(newest.sweep) == set(rows.sweep):  # else the figure itself says that its sweeps do not go together
+        rows = newest
+    else:
+        older = 0
     if absent := [sweep for sweep in sweeps if sweep not in set(rows.sweep)]:
         raise NotDrawn(f"no rows of {chosen} of sweep {', '.join(absent)}; {fill}", faults)
     try:
@@ -124,6 +130,7 @@ def build(
         statuses = ", ".join(f"{count} {status}" for status, count in rows.status.value_counts().items())
         raise NotDrawn(f"no measured row of {chosen} (rows: {statuses or 'none'}); {fill}", faults)
     by_default = rows if (method, clock) == (None, "auto") else load.rows(results, sweeps, chosen)[0]
+    data.attrs["older_method"] = older
     figure = Figure()
     with matplotlib.rc_context(common.STYLE):
         module.draw(figure, data)

@@ -24,7 +24,7 @@ HEAD = (
 
 def numbers(results: Path = load.RESULTS) -> pd.DataFrame:
     """The rows behind the table: the shapes of `SHAPES`, op=layer, with times, held memory and both speeds."""
-    rows, _faults = load.rows(results, sweep="granularity", gpu=GPU)
+    rows, _ = load.newest_method(load.rows(results, sweep="granularity", gpu=GPU)[0])
     found = table(select(rows))
     shown = [found[(found["size"] == size) & (found["n"] == n)] for size, n in SHAPES]
     return pd.concat(shown)
@@ -52,7 +52,7 @@ def markdown(found: pd.DataFrame) -> str:
 
 def caution(results: Path = load.RESULTS) -> str:
     """How many of the measurements behind the table are to be taken with care, as the README says it."""
-    rows, _faults = load.rows(results, sweep="granularity", gpu=GPU)
+    rows, _ = load.newest_method(load.rows(results, sweep="granularity", gpu=GPU)[0])
     layers = rows[(rows.op == "layer") & rows["mode"].isin(("fwd", "fwd_bwd")) & rows.ms.notna()]
     sizes = [paper.shape(size, n) for size, n in SHAPES]
     behind = [layers[(layers[list(load.SHAPE)] == [getattr(shape, name) for name in load.SHAPE]).all(axis=1)]

@@ -223,6 +223,13 @@ def one_series(table: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def newest_method(table: pd.DataFrame) -> tuple[pd.DataFrame, int]:
+    """The table without rows of timing methods older than its newest, and how many those are. Rows that were never
+    measured have no method and stay."""
+    older = table.method_version < table.method_version.max()
+    return table[~older], int(older.sum())
+
+
 def pool_seeds(table: pd.DataFrame) -> pd.DataFrame:
     """One line per point whatever its seeds: all samples together, worst error and largest memory of the `ok` seeds.
 

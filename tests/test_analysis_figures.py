@@ -301,6 +301,17 @@ def test_an_older_method_is_named_in_the_stem(tmp_path: Path) -> None:
     assert stems == ["tile_sizes", "tile_sizes_method1", "tile_sizes"]
 
 
+def test_the_newest_method_is_drawn_and_the_older_rows_are_counted(tmp_path: Path) -> None:
+    tile = TileSpec(m=64, n=64, k=32, stages=3)
+    newer = Method(version=2, timer="cuda", l2="cold", warmup=1, samples=3)
+    rows = [measured(SHAPE, sweep="tile", op="up_proj", tile=tile, method=newer)]
+    rows.append(measured(SHAPE, sweep="tile", op="up_proj", tile=tile.model_copy(update={"m": 128})))
+    drawn = figures.build("tile", write(tmp_path, rows))
+    assert set(drawn.data.tile_m) == {64}
+    assert "1 rows of an older timing method are left out" in texts_of(drawn.figure)
+    assert set(figures.build("tile", tmp_path, method=1).data.tile_m) == {128}
+
+
 def test_crossing_another_axis_adds_series() -> None:
     rows = load.tidy(
         [
