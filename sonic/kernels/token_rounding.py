@@ -196,8 +196,9 @@ def _score_sums_kernel(keys_ptr, counts_ptr, sums_ptr, T, E, tile, BLOCK: tl.con
     count = tl.load(counts_ptr + e)
     down = count // tile * tile
     above, left = _last_of(keys, T, down, BLOCK)
-    tl.store(sums_ptr + e, _score_sum(keys, T, above, left, count, BLOCK))
-    tl.store(sums_ptr + E + e, _score_sum(keys, T, above, left, tl.minimum(down + tile, T), BLOCK))
+    which = tl.program_id(1)
+    target = tl.where(which == 0, count, tl.minimum(down + tile, T))
+    tl.store(sums_ptr + which * E + e, _score_sum(keys, T, above, left, target, BLOCK))
 
 
 def score_sums(keys_ET: torch.Tensor, counts_E: torch.Tensor, tile: int) -> torch.Tensor:
@@ -207,7 +208,7 @@ def score_sums(keys_ET: torch.Tensor, counts_E: torch.Tensor, tile: int) -> torc
     sums = torch.zeros(2, E, dtype=torch.float32, device=keys_ET.device)
     if T:
         block = min(_BLOCK, next_power_of_2(T))
-        launch(_score_sums_kernel, (E,), (keys_ET, counts_E, sums, T, E, tile, block), num_warps=8)
+        launch(_score_sums_kernel, (E, 2), (keys_ET, counts_E, sums, T, E, tile, block), num_warps=8)
     return sums
 
 
