@@ -173,6 +173,10 @@ _FIG15_B300 = {
     "triton example": ((1014, 1150, 945, None, 1064, 598), (None,) * 6),
 }
 
+#: Fig 23, H100: implementation -> TB/s from and to, read off the figure by a third party's eye; of low confidence, so
+#: no row of `numbers`.
+FIG23_TBPS = {"sonic": (1.5, 2.0), "torch_topk": (0.5, 1.0)}
+
 _HEADLINE = (  # claim, value, unit, shape (T, d, n, E, K) or None, source
     ("fwd+bwd speed over ScatterMoE, 7B n=256, H100", 1.86, "x", (24576, 1536, 256, 128, 8), "abstract"),
     ("activation memory saved against ScatterMoE, 7B n=256", 45, "%", (24576, 1536, 256, 128, 8), "abstract"),
