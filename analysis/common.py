@@ -70,6 +70,7 @@ LOOKS = {
     "liger": Look("#d9a400", "h"),
     "torch_grouped_mm": Look("#e377c2", "p"),
     "torch_grouped_mm_compiled": Look("#a8328f", "p"),
+    "torch_topk": Look("#2f7fc1", "p"),
     "torch_loop": Look("#a0a023", "d"),
     "transformers": Look("#6e7781", "*"),
     "transformers_grouped": Look("#3d444d", "*"),
