@@ -61,6 +61,7 @@ LOOKS = {
     "megablocks": Look("#2ca02c", "^"),
     "megablocks_style": Look("#a3d99b", "^"),
     "momoe": Look("#8a56c2", "v"),
+    "momoe_save_all": Look("#5b2d91", "v"),
     "momoe_style": Look("#c9b3e6", "v"),
     "megatron": Look("#8c564b", "P"),
     "deepgemm_pt": Look("#17becf", "X"),
@@ -372,6 +373,16 @@ def draw_paper_mark(ax: Axes, at: float, value: float, impl: str) -> None:
     ax.plot([at], [value], **(_paper_style(look(impl).colour) | {"markersize": 4.5, "zorder": 5}))
 
 
+def draw_paper_marks(ax: Axes, lines: pd.DataFrame, x: str, places: dict[tuple[str, object], float]) -> bool:
+    """The column `paper` of `lines` as marks on the bars at `places` (as `draw_bars` gives them for `x`), of several
+    series of an implementation on the first one; whether there was any."""
+    shown = lines[lines.paper.notna() & lines.series.isin({name for name, _ in places})]
+    shown = shown.sort_values("variant").drop_duplicates([*load.SHAPE, "impl"])
+    for _, line in shown.iterrows():
+        draw_paper_mark(ax, places[line.series, line[x]], line.paper, line.impl)
+    return len(shown) > 0
+
+
 def size_axis(ax: Axes, values: Iterable[float], label: str, ticks: Callable[[float], str] = "{:g}".format) -> None:
     """A base-2 logarithmic x axis with a tick at each of `values`."""
     values = sorted(set(values))
@@ -605,6 +616,11 @@ def _clock_notes(data: pd.DataFrame) -> list[str]:
 def ratio(ours: pd.Series, theirs: pd.Series) -> pd.Series:
     """Ours over theirs, NaN where either is missing."""
     return ours.astype(float) / theirs.astype(float)
+
+
+def geometric_mean(values: pd.Series) -> float:
+    """Of positive values, those that are missing left out."""
+    return float(np.exp(np.log(values).mean()))
 
 
 def lookup(table: pd.DataFrame, values: pd.DataFrame, keys: Sequence[str], column: str) -> pd.Series:

@@ -94,7 +94,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
             ax = sheet.axes[row, column]
             places = common.draw_bars(ax, part, styles, "n", name, positions, part[name].max(), ".3g")
             if name == "held_gib":
-                marked |= _draw_paper(ax, part, places)
+                marked |= common.draw_paper_marks(ax, part.assign(paper=_paper_held(part)), "n", places)
                 ticked |= _draw_predicted(ax, part, places, 0.86 / len(styles))
             common.value_axis(ax, "GiB" if column == 0 else "")
             ax.set_xticks(range(len(positions)), [f"{line.n}\n{line.E}/{line.K}" for line in shapes.itertuples()])
@@ -124,16 +124,6 @@ def _paper_held(table: pd.DataFrame) -> pd.Series:
     """The paper's held GiB of the same method for every line of `table`, NaN where it has none."""
     named = table.assign(impl=table.impl.replace(_PAPER_NAME))
     return common.lookup(named, paper.peak_memory(), [*_SIZES, "impl"], "held_gib")
-
-
-def _draw_paper(ax: Axes, part: pd.DataFrame, places: dict[tuple[str, object], float]) -> bool:
-    """The paper's marks on the bars of the same method; of several series of an implementation on the first one."""
-    shown = part.assign(paper=_paper_held(part))
-    shown = shown[shown.paper.notna() & shown.series.isin({name for name, _ in places})]
-    shown = shown.sort_values("variant").drop_duplicates([*_SIZES, "impl"])
-    for line in shown.itertuples():
-        common.draw_paper_mark(ax, places[line.series, line.n], line.paper, line.impl)
-    return len(shown) > 0
 
 
 def _draw_predicted(ax: Axes, part: pd.DataFrame, places: dict[tuple[str, object], float], width: float) -> bool:

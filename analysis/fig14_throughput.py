@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -56,7 +55,8 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
             positions = list(shapes.n)
             form = ".2g" if common.on_cpu(data) else ".0f"
             places = common.draw_bars(ax, part, styles, "n", "tflops", positions, layers.tflops.max(), form)
-            any_paper |= _draw_paper(ax, part, beside[mode], places)
+            theirs = common.lookup(part, beside[mode], [*_SIZES, "impl"], "value")
+            any_paper |= common.draw_paper_marks(ax, part.assign(paper=theirs), "n", places)
             if mode == "fwd":
                 _draw_bound(ax, bound[bound.panel == size], positions)
             ticks = [f"{line.n}\n{line.E}/{line.K}" for line in shapes.itertuples()]
@@ -82,16 +82,6 @@ def _paper_values(mode: str) -> pd.DataFrame:
     return layer.assign(value=18e-9 * layer["T"] * layer.K * layer.n * layer.d / layer.fwd_bwd_ms)
 
 
-def _draw_paper(ax: object, part: pd.DataFrame, values: pd.DataFrame, places: dict[tuple[str, object], float]) -> bool:
-    """The paper's marks on the bars of the same implementation; of several series on the first one."""
-    shown = part.assign(paper=common.lookup(part, values, [*_SIZES, "impl"], "value"))
-    shown = shown[shown.paper.notna() & shown.series.isin({name for name, _ in places})]
-    shown = shown.sort_values("variant").drop_duplicates([*_SIZES, "impl"])
-    for line in shown.itertuples():
-        common.draw_paper_mark(ax, places[line.series, line.n], line.paper, line.impl)
-    return len(shown) > 0
-
-
 def _draw_bound(ax: object, bound: pd.DataFrame, positions: list[int]) -> None:
     for line in bound[bound.tflops.notna()].itertuples():
         if line.n in positions:
@@ -115,14 +105,10 @@ def _official_notes(data: pd.DataFrame) -> list[str]:
         if len(found):
             least = found.loc[found[f"{mode}_speed"].idxmin()]
             parts.append(
-                f"{words} {_geometric_mean(found[f'{mode}_speed']):.3f} (geometric mean of {len(found)} shapes), "
+                f"{words} {common.geometric_mean(found[f'{mode}_speed']):.3f} (geometric mean of {len(found)} shapes), "
                 f"least {least[f'{mode}_speed']:.3f} at {least['size']} n={least.n}"
             )
     return [f"Speed of sonic over {_OFFICIAL}: {'; '.join(parts)}."] if parts else []
-
-
-def _geometric_mean(values: pd.Series) -> float:
-    return float(np.exp(np.log(values).mean()))
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:
@@ -183,7 +169,7 @@ def _summary(layers: pd.DataFrame) -> pd.DataFrame:
             continue
         theirs = group[[f"paper_{column}" for column in own]].where(own.notna().to_numpy())
         speeds = pd.concat([own, theirs], axis=1)
-        for word, reduce in (("geometric mean", _geometric_mean), ("least", pd.Series.min)):
+        for word, reduce in (("geometric mean", common.geometric_mean), ("least", pd.Series.min)):
             values = {column: reduce(found) for column in speeds if len(found := speeds[column].dropna())}
             lines.append({"size": f"{word} of {own.notna().any(axis=1).sum()}", "series": name, **values})
     return pd.DataFrame(lines, columns=layers.columns)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import sys
 
-import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import common, figures, load, paper
@@ -55,7 +53,8 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
         part = data[data["mode"] == mode]
         form = ".2g" if common.on_cpu(data) else ".0f"
         places = common.draw_bars(ax, part, styles, "model", "tflops", names, data.tflops.max(), form)
-        marked |= _draw_paper(ax, part, _paper_tflops(mode), places)
+        theirs = common.lookup(part, _paper_tflops(mode), [*_SIZES, "impl"], "value")
+        marked |= common.draw_paper_marks(ax, part.assign(paper=theirs), "model", places)
         ax.set_xticks(range(len(names)), [_tick(name, shapes.loc[name]) for name in names])
         ax.set_ylabel(f"model TFLOP/s{common.time_note(data)}")
         ax.set_title(words)
@@ -94,16 +93,6 @@ def _paper_speeds(mode: str, device: str) -> pd.DataFrame:
     rates = table[(table.quantity == mode) & (table.unit == "TFLOPS")]
     ours = common.lookup(rates, rates[rates.impl == "sonic"], _SIZES, "value")
     return pd.concat([gains, rates.assign(value=common.ratio(ours, rates.value))], ignore_index=True)
-
-
-def _draw_paper(ax: Axes, part: pd.DataFrame, values: pd.DataFrame, places: dict[tuple[str, object], float]) -> bool:
-    """The paper's marks on the bars of the same implementation; of several series on the first one."""
-    shown = part.assign(paper=common.lookup(part, values, [*_SIZES, "impl"], "value"))
-    shown = shown[shown.paper.notna() & shown.series.isin({name for name, _ in places})]
-    shown = shown.sort_values("variant").drop_duplicates([*_SIZES, "impl"])
-    for line in shown.itertuples():
-        common.draw_paper_mark(ax, places[line.series, line.model], line.paper, line.impl)
-    return len(shown) > 0
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:
@@ -148,7 +137,7 @@ def _summary(lines: pd.DataFrame) -> pd.DataFrame:
         speeds = group[[column for column in group if column in ("fwd_speed", "bwd_speed", "fwd_bwd_speed")]]
         if (speeds.fillna(1.0) != 1.0).any(axis=None):
             count = int(speeds.notna().any(axis=1).sum())
-            found.append({"model": f"geometric mean of {count}", "series": name, **np.exp(np.log(speeds).mean())})
+            found.append({"model": f"geometric mean of {count}", "series": name, **speeds.apply(common.geometric_mean)})
     return pd.DataFrame(found, columns=["model", "series", "fwd_speed", "bwd_speed", "fwd_bwd_speed"])
 
 

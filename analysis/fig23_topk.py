@@ -76,7 +76,7 @@ def _speed_notes(data: pd.DataFrame) -> list[str]:
     lines = table(data)
     lines = lines[lines.series.str.startswith("sonic") & lines.speed.notna()] if "speed" in lines else lines[:0]
     return [
-        f"Speed of {series} over {_TORCH}, {dtype}: {np.exp(np.log(group.speed).mean()):.2f} (geometric mean of "
+        f"Speed of {series} over {_TORCH}, {dtype}: {common.geometric_mean(group.speed):.2f} (geometric mean of "
         f"{len(group)} shapes), least {group.speed.min():.2f} at T={least['T']} E={least.E} K={least.K}."
         for (dtype, series), group in lines.groupby(["dtype", "series"])
         for least in (group.loc[group.speed.idxmin()],)

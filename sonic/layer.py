@@ -228,6 +228,46 @@ def _summed(
     return c.steps.aggregate(y, meta.row_idx_R if c.into == "rows" else None, scores, meta.T, K)
 
 
+def _up(x: Tensor, w1: Tensor, meta: _metadata.Metadata, c: Choices, keep: bool) -> tuple[Tensor | None, Tensor]:
+    """H, which may be None unless it is to be kept, and A."""
+    steps, fused = c.steps, c.gather == "fused"
+    rows = x if fused else steps.gather_rows(x, meta.gather_idx_R)
+    if c.activation == "fused":
+        return steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_h=keep, **c.tile("up_proj"))
+    h, _ = steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_act=False, **c.tile("up_proj"))
+    return h, steps.swiglu(h)
+
+
+def _expert_grads(
+    do: Tensor, x: Tensor, w1: Tensor, w2: Tensor, h: Tensor, scores_R: Tensor, meta: _metadata.Metadata, c: Choices,
+    needs: Sequence[bool], summed: Callable[[Tensor], Tensor],
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """dX of the experts, the partial sums of dS in row order, dW1, dW2; dX, dW1 and dW2 where they are needed.
+
+    scores_R in row order; `summed` makes dX (T, d) of what d_input leaves behind.
+    """
+    steps, fused = c.steps, c.gather == "fused"
+    need_x, need_w1, need_w2 = needs
+    dx = dw1 = dw2 = None
+    do_rows = do if fused else steps.gather_rows(do, meta.gather_idx_R)
+    if c.activation == "fused":
+        dh, ap, ds = steps.d_act(do_rows, w2, h, scores_R, meta, gather=fused, **c.tile("d_act"))
+    else:
+        da = steps.d_act_gemm(do_rows, w2, meta, gather=fused, **c.tile("d_act"))
+        dh, ap, ds = steps.d_swiglu(da, h, scores_R)
+    if need_w2:
+        dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
+        steps.weight_grad_2(do_rows, ap, dw2, meta, gather=fused, **c.tile("weight_grad_2"))
+    del ap, do_rows  # not needed beside dXt, which is the largest
+    if need_x:
+        dx = summed(steps.d_input(dh, c.w1_view(w1), meta, into=c.into, **c.tile("d_input")))
+    if need_w1:
+        dw1 = torch.empty(w1.shape, dtype=w1.dtype, device=w1.device)
+        x_rows = x if fused else steps.gather_rows(x, meta.gather_idx_R)
+        steps.weight_grad_1(x_rows, dh, c.w1_view(dw1), meta, gather=fused, **c.tile("weight_grad_1"))
+    return dx, ds, dw1, dw2
+
+
 @_without_autocast
 def _forward(
     x: Tensor, router_w: Tensor | None, ids: Tensor | None, scores: Tensor | None, w1: Tensor, w2: Tensor,
@@ -240,14 +280,7 @@ def _forward(
         logits = F.linear(x.to(router_w.dtype), router_w)
         scores, ids = steps.router_topk(logits, K)
     meta = steps.metadata(ids, w1.shape[0])
-    x = _rows(x)
-    fused = c.gather == "fused"
-    rows = x if fused else steps.gather_rows(x, meta.gather_idx_R)
-    if c.activation == "fused":
-        h, a = steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_h=keep, **c.tile("up_proj"))
-    else:
-        h, _ = steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_act=False, **c.tile("up_proj"))
-        a = steps.swiglu(h)
+    h, a = _up(_rows(x), w1, meta, c, keep)
     y = steps.down_proj(a, w2, meta, into=c.into, scores=scores, **c.tile("down_proj"))
     o = _summed(y, c, meta, scores, K, x.dtype)
     kept_ids = ids if router_w is not None else ids.new_empty(0)
@@ -268,29 +301,15 @@ def _backward(
     """dX, the routing's gradient (router_w's, or dS without a router), dW1, dW2; None for one that nobody needs."""
     steps = c.steps
     need_x, need_routing, need_w1, need_w2 = needs
-    w1, w2 = _rows_last(w1), _rows_last(w2)
-    dx = drouting = dw1 = dw2 = None
+    drouting = None
     T, K = kept.scores.shape
+    w1, w2 = _rows_last(w1), _rows_last(w2)
     meta, scores_R = steps.restore(kept.row_idx, kept.offsets, kept.scores)
-    fused = c.gather == "fused"
     x, do = _rows(x), _rows(do)
-    do_rows = do if fused else steps.gather_rows(do, meta.gather_idx_R)
-    if c.activation == "fused":
-        dh, ap, ds = steps.d_act(do_rows, w2, kept.h, scores_R, meta, gather=fused, **c.tile("d_act"))
-    else:
-        da = steps.d_act_gemm(do_rows, w2, meta, gather=fused, **c.tile("d_act"))
-        dh, ap, ds = steps.d_swiglu(da, kept.h, scores_R)
-    if need_w2:
-        dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
-        steps.weight_grad_2(do_rows, ap, dw2, meta, gather=fused, **c.tile("weight_grad_2"))
-    del ap, do_rows  # not needed beside dXt, which is the largest
-    if need_x:
-        dxt = steps.d_input(dh, c.w1_view(w1), meta, into=c.into, **c.tile("d_input"))
-        dx = _summed(dxt, c, meta, None, K, x.dtype)
-    if need_w1:
-        dw1 = torch.empty(w1.shape, dtype=w1.dtype, device=w1.device)
-        x_rows = x if fused else steps.gather_rows(x, meta.gather_idx_R)
-        steps.weight_grad_1(x_rows, dh, c.w1_view(dw1), meta, gather=fused, **c.tile("weight_grad_1"))
+    dx, ds, dw1, dw2 = _expert_grads(
+        do, x, w1, w2, kept.h, scores_R, meta, c, (need_x, need_w1, need_w2),
+        lambda dxt: _summed(dxt, c, meta, None, K, x.dtype),
+    )  # fmt: skip
     if router_w is None:
         drouting = steps.d_scores(ds, kept.row_idx).view(T, K) if need_routing else None
     elif need_routing or need_x:
@@ -551,16 +570,9 @@ def _forward_plan(
     x: Tensor, scores: Tensor, w1: Tensor, w2: Tensor, plan: Plan, c: Choices, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     """O (T, d), and H if it is to be kept."""
-    steps, meta = c.steps, plan.meta
     w1, w2 = _rows_last(w1), _rows_last(w2)
-    fused = c.gather == "fused"
-    rows = _rows(x) if fused else steps.gather_rows(_rows(x), meta.gather_idx_R)
-    if c.activation == "fused":
-        h, a = steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_h=keep, **c.tile("up_proj"))
-    else:
-        h, _ = steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_act=False, **c.tile("up_proj"))
-        a = steps.swiglu(h)
-    y = steps.down_proj(a, w2, meta, **c.tile("down_proj"))
+    h, a = _up(_rows(x), w1, plan.meta, c, keep)
+    y = c.steps.down_proj(a, w2, plan.meta, **c.tile("down_proj"))
     return _token_sums(c).sum_rows(y, plan, scores), h if keep else None
 
 
@@ -570,32 +582,16 @@ def _backward_plan(
     needs: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """dX, dS in slot order, dW1, dW2; None for one that nobody needs."""
-    steps, meta, sums = c.steps, plan.meta, _token_sums(c)
+    sums = _token_sums(c)
     need_x, need_scores, need_w1, need_w2 = needs
     w1, w2 = _rows_last(w1), _rows_last(w2)
     x, do = _rows(x), _rows(do)
-    fused = c.gather == "fused"
-    scores_R = scores.index_select(0, meta.slot_idx_R)
-    do_rows = do if fused else steps.gather_rows(do, meta.gather_idx_R)
-    if c.activation == "fused":
-        dh, ap, ds = steps.d_act(do_rows, w2, h, scores_R, meta, gather=fused, **c.tile("d_act"))
-    else:
-        da = steps.d_act_gemm(do_rows, w2, meta, gather=fused, **c.tile("d_act"))
-        dh, ap, ds = steps.d_swiglu(da, h, scores_R)
-    dx = dscores = dw1 = dw2 = None
-    if need_w2:
-        dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
-        steps.weight_grad_2(do_rows, ap, dw2, meta, gather=fused, **c.tile("weight_grad_2"))
-    del ap, do_rows
-    if need_x:
-        dx = sums.sum_rows(steps.d_input(dh, c.w1_view(w1), meta, **c.tile("d_input")), plan, None)
-    if need_w1:
-        dw1 = torch.empty(w1.shape, dtype=w1.dtype, device=w1.device)
-        x_rows = x if fused else steps.gather_rows(x, meta.gather_idx_R)
-        steps.weight_grad_1(x_rows, dh, c.w1_view(dw1), meta, gather=fused, **c.tile("weight_grad_1"))
-    if need_scores:
-        dscores = sums.sum_parts(ds, plan)
-    return [dx, dscores, dw1, dw2]
+    scores_R = scores.index_select(0, plan.meta.slot_idx_R)
+    dx, ds, dw1, dw2 = _expert_grads(
+        do, x, w1, w2, h, scores_R, plan.meta, c, (need_x, need_w1, need_w2),
+        lambda dxt: sums.sum_rows(dxt, plan, None),
+    )  # fmt: skip
+    return [dx, sums.sum_parts(ds, plan) if need_scores else None, dw1, dw2]
 
 
 class _Planned(torch.autograd.Function):

@@ -81,15 +81,18 @@ def uniform(T: int, E: int, K: int, generator: torch.Generator) -> torch.Tensor:
     return torch.rand(T, E, device=generator.device, generator=generator).topk(K, dim=-1).indices
 
 
-def zipf(T: int, E: int, K: int, generator: torch.Generator, alpha: float = ZIPF_ALPHA) -> torch.Tensor:
-    """Ids (T, K): every token draws K different experts with odds 1/rank^alpha; which expert has which rank is random.
+def _without_replacement(log_odds: torch.Tensor, K: int, generator: torch.Generator) -> torch.Tensor:
+    """Ids (T, K) drawn by log odds (T, E): Gumbel noise, then the top K."""
+    noise = torch.rand(log_odds.shape, device=generator.device, generator=generator)
+    noise = noise.clamp_(1e-30).log_().neg_().clamp_(1e-30).log_().neg_()
+    return noise.add_(log_odds).topk(K, dim=-1).indices
 
-    Drawn without replacement by adding Gumbel noise to the log odds and taking the top K.
-    """
-    device = generator.device
-    ranks = torch.randperm(E, device=device, generator=generator) + 1
-    noise = torch.rand(T, E, device=device, generator=generator).clamp_(1e-30).log_().neg_().clamp_(1e-30).log_().neg_()
-    return noise.sub_(alpha * ranks.log()).topk(K, dim=-1).indices
+
+def zipf(T: int, E: int, K: int, generator: torch.Generator, alpha: float = ZIPF_ALPHA) -> torch.Tensor:
+    """Ids (T, K): every token draws K different experts with odds 1/rank^alpha; which expert has which rank is
+    random."""
+    ranks = torch.randperm(E, device=generator.device, generator=generator) + 1
+    return _without_replacement((-alpha * ranks.log()).expand(T, E), K, generator)
 
 
 def hot(T: int, E: int, K: int, generator: torch.Generator) -> torch.Tensor:
@@ -99,13 +102,6 @@ def hot(T: int, E: int, K: int, generator: torch.Generator) -> torch.Tensor:
     odds = torch.rand(T, E, device=device, generator=generator)
     odds.index_fill_(1, favourite, 2.0)
     return odds.topk(K, dim=-1).indices
-
-
-def _without_replacement(log_odds: torch.Tensor, K: int, generator: torch.Generator) -> torch.Tensor:
-    """Ids (T, K) drawn by log odds (T, E): Gumbel noise, then the top K."""
-    noise = torch.rand(log_odds.shape, device=generator.device, generator=generator)
-    noise = noise.clamp_(1e-30).log_().neg_().clamp_(1e-30).log_().neg_()
-    return noise.add_(log_odds).topk(K, dim=-1).indices
 
 
 def lognormal(T: int, E: int, K: int, generator: torch.Generator, sigma: float = LOGNORMAL_SIGMA) -> torch.Tensor:
@@ -216,6 +212,17 @@ def capacity_of(method: str, T: int, E: int, K: int, capacity: float | None, til
     return min(T // tile, max(1, round(share / tile))) * tile
 
 
+def chosen_scores(logits_TE: torch.Tensor, ids_TK: torch.Tensor, score: str | None = None) -> torch.Tensor:
+    """Scores (T, K) of the chosen experts by a rule of SCORES, the first by default; fp32 (fp64 for fp64) and
+    differentiable."""
+    wide = score_dtype(logits_TE.dtype)
+    if score == "topk_over_softmax":
+        of_all = logits_TE.to(wide).softmax(dim=1).gather(1, ids_TK)
+        return of_all / of_all.sum(dim=1, keepdim=True)
+    chosen = logits_TE.gather(1, ids_TK).to(wide)
+    return chosen.sigmoid() if score == "sigmoid" else chosen.softmax(dim=1)
+
+
 def pair_weights(
     method: str, logits_TE: torch.Tensor, ids_TK: torch.Tensor | None, score: str | None = None
 ) -> torch.Tensor:
@@ -228,14 +235,7 @@ def pair_weights(
     wide = logits_TE.to(score_dtype(logits_TE.dtype))
     if method in ("expert_choice", "grouped"):
         return wide.softmax(dim=1)
-    chosen = wide.gather(1, ids_TK)
-    if score == "sigmoid":
-        own = chosen.sigmoid()
-    elif score == "topk_over_softmax":
-        own = wide.softmax(dim=1).gather(1, ids_TK)
-        own = own / own.sum(dim=1, keepdim=True)
-    else:
-        own = chosen.softmax(dim=1)
+    own = chosen_scores(logits_TE, ids_TK, score)
     under = wide.softmax(dim=1) if method in ROUNDING else torch.zeros_like(wide)
     return under.scatter(1, ids_TK, own)
 

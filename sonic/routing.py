@@ -103,8 +103,11 @@ def route(
     if method not in routers.RAGGED:
         with torch.no_grad():
             ids = _fixed_ids(kernels, logits_TE, K, method, score, groups, bias_E)
-        # of these methods weights need no (T, E) of their own, but for `grouped`, whose softmax spans all experts
-        return TopK(ids.int(), _fixed_scores(method, logits_TE, ids, score))
+        if method == "grouped":
+            scores = logits_TE.to(routers.score_dtype(logits_TE.dtype)).softmax(dim=1).gather(1, ids)
+        else:
+            scores = routers.chosen_scores(logits_TE, ids, score)
+        return TopK(ids.int(), scores)
     with torch.no_grad():
         plan, ids = _ragged(kernels, logits_TE, K, method, tile, capacity, draws_E)
     if logits_TE.dtype == torch.float64:  # keys hold scores in fp32
@@ -131,19 +134,6 @@ def _fixed_ids(
         wide = logits.to(routers.score_dtype(logits.dtype))
         logits = (wide.sigmoid() if score == "sigmoid" else wide.softmax(dim=1)) + bias.to(wide.dtype)
     return kernels.router_topk(logits, K)[1].long()
-
-
-def _fixed_scores(method: str, logits: Tensor, ids: Tensor, score: str | None) -> Tensor:
-    wide = routers.score_dtype(logits.dtype)
-    if method == "grouped":
-        return logits.to(wide).softmax(dim=1).gather(1, ids)
-    chosen = logits.gather(1, ids).to(wide)
-    if score == "sigmoid":
-        return chosen.sigmoid()
-    if score == "topk_over_softmax":
-        p = logits.to(wide).softmax(dim=1).gather(1, ids)
-        return p / p.sum(dim=1, keepdim=True)
-    return chosen.softmax(dim=1)
 
 
 def _ragged(

@@ -18,6 +18,8 @@ from sonic.record import Point
 from sonic.routers import plain_router
 from sonic.shapes import Shape
 
+#: Major compute capability of Hopper.
+HOPPER = 9
 #: A worker meets many shapes, each a recompilation of one function; past its limit torch would run eagerly.
 RECOMPILES = 1 << 16
 
@@ -187,19 +189,40 @@ def element_refusal(limit: int, **products: int) -> str | None:
     return None
 
 
-def restrict_triton(tuner: Any, picks: Sequence[Mapping[str, int]] | None) -> None:
-    """Gives an autotuned Triton function the configurations of its own list that match `picks`, or all for None.
+def hopper_refusal(point: Point, device: torch.device, multiple: int) -> str | None:
+    """Why kernels made for Hopper's TMA cannot run: they need compute capability 9.0 and d and n in multiples."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < HOPPER:
+        return f"compute capability is {major}.{minor}; its kernels need {HOPPER}.0 or newer"
+    for name in ("d", "n"):
+        if getattr(point.shape, name) % multiple:
+            return f"shape.{name} is {getattr(point.shape, name)}; its kernels need multiples of {multiple}"
+    return None
 
-    A pick holds tile sizes, `num_warps` and `num_stages`, as many as are needed to tell configurations apart. Choices
-    that were made from another list are forgotten.
-    """
-    every = vars(tuner).setdefault("every_config", list(tuner.configs))
-    configs = every if picks is None else [config for config in every if any(_matches(config, p) for p in picks)]
-    if not configs:
-        raise RuntimeError(f"{tuner.base_fn.__name__} has none of the configurations {list(picks)}")
+
+def own_configs(tuner: Any) -> list[Any]:
+    """The list that an autotuned function came with, whatever `set_configs` gave it since."""
+    return vars(tuner).setdefault("every_config", list(tuner.configs))
+
+
+def set_configs(tuner: Any, configs: list[Any]) -> None:
+    """Gives an autotuned function this list; choices that were made from another one are forgotten."""
+    own_configs(tuner)
     if tuner.configs != configs:
         tuner.configs = configs
         tuner.cache.clear()
+
+
+def restrict_triton(tuner: Any, picks: Sequence[Mapping[str, int]] | None) -> None:
+    """Gives an autotuned Triton function the configurations of its own list that match `picks`, or all for None.
+
+    A pick holds tile sizes, `num_warps` and `num_stages`, as many as are needed to tell configurations apart.
+    """
+    every = own_configs(tuner)
+    configs = every if picks is None else [config for config in every if any(_matches(config, p) for p in picks)]
+    if not configs:
+        raise RuntimeError(f"{tuner.base_fn.__name__} has none of the configurations {list(picks)}")
+    set_configs(tuner, configs)
 
 
 def _matches(config: Any, pick: Mapping[str, int]) -> bool:

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from sonic import layer
 from sonic.impls import _padded
 from sonic.impls._common import (
+    HOPPER,
     KernelPackage,
     Properties,
     cuda_refusal,
@@ -41,7 +42,6 @@ from sonic.record import Point
 #: K of a GEMM, for the m-grouped call; H and dH have 2n columns.
 ALIGNMENT = 64
 BLOCK = 128
-HOPPER = 9
 DISTRIBUTIONS = ("deep_gemm", "sgl-deep-gemm")
 
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from sonic import layer
 from sonic.impls import _padded
-from sonic.impls._common import KernelPackage, Properties, source_hash
+from sonic.impls._common import KernelPackage, Properties, dtype_refusal, source_hash
 from sonic.impls._padded import Padded, pad
 from sonic.kernels.metadata import Metadata
 from sonic.layer import Steps
@@ -73,10 +73,10 @@ class Styled(KernelPackage):
 
     @staticmethod
     def supports(point: Point, device: torch.device) -> str | None:
+        if refusal := dtype_refusal(point, DTYPES):
+            return refusal
         try:
             layer.resolve_family(point.knobs.family, device, DTYPES[point.dtype], point.shape.d, point.shape.n)
-        except KeyError:
-            return f"dtype is {point.dtype!r}; allowed: {', '.join(DTYPES)}"
         except ValueError as error:
             return str(error)
         return None

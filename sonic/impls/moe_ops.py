@@ -19,12 +19,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sonic.impls._common import KernelPackage, Properties, cuda_refusal, missing, restrict_triton
+from sonic.impls._common import KernelPackage, Properties, cuda_refusal, hopper_refusal, missing, restrict_triton
 from sonic.kernels import tuning
 from sonic.problem import Problem
 from sonic.record import Point
 
-HOPPER = 9
 ALIGNMENT = 8
 #: Of the package's own lists; the first of each is what `off` runs.
 _CUT = {
@@ -69,16 +68,10 @@ class Impl(KernelPackage):
     def supports(point: Point, device: torch.device) -> str | None:
         if refusal := cuda_refusal(point, device, ("bf16", "fp16")):
             return refusal
-        capability = torch.cuda.get_device_capability(device)
-        if capability[0] < HOPPER:
-            return f"compute capability is {capability[0]}.{capability[1]}; its kernels need {HOPPER}.0 or newer"
-        shape = point.shape
-        if shape.E & (shape.E - 1):
-            return f"shape.E is {shape.E}; its histogram needs a power of two"
-        for name in ("d", "n"):
-            if getattr(shape, name) % ALIGNMENT:
-                return f"shape.{name} is {getattr(shape, name)}; its kernels need multiples of {ALIGNMENT}"
-        return None
+        E = point.shape.E
+        if E & (E - 1):
+            return f"shape.E is {E}; its histogram needs a power of two"
+        return hopper_refusal(point, device, ALIGNMENT)
 
     def __init__(self, problem: Problem, point: Point) -> None:
         import moe_ops

@@ -8,18 +8,16 @@ counts tokens per expert with `torch.bincount`, which makes the host wait for th
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 
 import torch
 
-from sonic.impls._common import Adapter, Properties, dtype_refusal, leaf, version_of
+from sonic.impls._common import KernelPackage, Properties, cuda_refusal, leaf, missing, version_of
 from sonic.problem import Problem
 from sonic.record import Point
-from sonic.routers import plain_router
 
 
-class Impl(Adapter):
+class Impl(KernelPackage):
     family = "triton"
     properties = Properties(
         gather_fused_forward=True,
@@ -37,10 +35,8 @@ class Impl(Adapter):
 
     @staticmethod
     def available() -> str | None:
-        if importlib.util.find_spec("scattermoe") is None:
-            how = "git only: pip install --no-deps git+https://github.com/shawntan/scattermoe"
-            return f"package 'scattermoe' is not installed ({how})"
-        return None
+        how = "git only: pip install --no-deps git+https://github.com/shawntan/scattermoe"
+        return missing({"scattermoe": "scattermoe"}, "scattermoe", how)
 
     @staticmethod
     def version() -> str:
@@ -48,11 +44,7 @@ class Impl(Adapter):
 
     @staticmethod
     def supports(point: Point, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"device is {device.type!r}; its Triton kernels need cuda"
-        if point.shape.T == 0:
-            return "shape.T is 0; its kernels need at least 1 token"
-        return dtype_refusal(point, ("bf16", "fp16", "fp32"))
+        return cuda_refusal(point, device, ("bf16", "fp16", "fp32"))
 
     def __init__(self, problem: Problem, point: Point) -> None:
         from scattermoe.kernels import ops
@@ -70,10 +62,7 @@ class Impl(Adapter):
         self.mlp.output_experts.weight = torch.nn.Parameter(self.w2_Edn)
         self.ids_TK = problem.ids_TK.long()
 
-    def forward(self) -> torch.Tensor:
-        scores_TK, ids_TK = self.scores_TK, self.ids_TK
-        if self.layer:
-            scores_TK, ids_TK = plain_router(self.x_Td, self.router_w_Ed, self.K)
+    def experts(self, scores_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
         return self.mlp(self.x_Td, scores_TK.to(self.x_Td.dtype), ids_TK)
 
     def weights(self) -> Sequence[torch.Tensor]:

@@ -24,7 +24,17 @@ import os
 
 import torch
 
-from sonic.impls._common import Adapter, Properties, dtype_refusal, leaf
+from sonic.impls._common import (
+    HOPPER,
+    Adapter,
+    Properties,
+    cuda_refusal,
+    element_refusal,
+    hopper_refusal,
+    leaf,
+    own_configs,
+    set_configs,
+)
 from sonic.kernels import tuning
 from sonic.problem import Problem
 from sonic.record import Point
@@ -35,7 +45,6 @@ PACKAGES = {"sonicmoe": "sonic-moe", "quack": "quack-kernels", "cutlass": "nvidi
 TUNERS = ("gemm_gated_tuned", "gemm_tuned", "gemm_dgated_tuned")
 #: m and n of a tile, pingpong (else cooperative), m and n of the cluster.
 CUT = ((128, 256, False, 2, 1), (128, 192, True, 2, 1), (128, 128, True, 2, 1), (128, 256, False, 1, 1))
-HOPPER = 9
 #: 16 bytes, what TMA and its copies move.
 ALIGNMENT = 8
 #: An argument that the package asks for and never reads.
@@ -79,20 +88,10 @@ class Impl(Adapter):
 
     @staticmethod
     def supports(point: Point, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"device is {device.type!r}; its kernels need cuda"
-        capability = torch.cuda.get_device_capability(device)
-        if capability[0] < HOPPER:
-            return f"compute capability is {capability[0]}.{capability[1]}; its kernels need {HOPPER}.0 or newer"
-        shape = point.shape
-        for name in ("d", "n"):
-            if getattr(shape, name) % ALIGNMENT:
-                return f"shape.{name} is {getattr(shape, name)}; its kernels need multiples of {ALIGNMENT}"
-        if shape.T == 0:
-            return "shape.T is 0; its kernels need at least 1 token"
-        if shape.T * shape.K * shape.d >= 2**32:
-            return f"T*K*d is {shape.T * shape.K * shape.d}; its sum over a token's rows counts elements in 32 bits"
-        return dtype_refusal(point, ("bf16", "fp16"))
+        if refusal := cuda_refusal(point, device, ("bf16", "fp16")) or hopper_refusal(point, device, ALIGNMENT):
+            return refusal
+        # of its sum over a token's rows
+        return element_refusal(2**32 - 1, T_K_d=point.shape.T * point.shape.K * point.shape.d)
 
     def __init__(self, problem: Problem, point: Point) -> None:
         import sonicmoe
@@ -161,9 +160,5 @@ def _restrict_tuners(tune: str, device: torch.device) -> str:
         os.environ.setdefault("QUACK_COMPILE_WORKERS", "1")
     for name in TUNERS:
         tuner = getattr(gemm_interface, name)
-        every = vars(tuner).setdefault("every_config", tuner.configs)
-        configs = every if only is None else [AutotuneConfig(config=config) for config in only]
-        if tuner.configs != configs:
-            tuner.configs = configs
-            tuner.cache.clear()
+        set_configs(tuner, own_configs(tuner) if only is None else [AutotuneConfig(config=config) for config in only])
     return note

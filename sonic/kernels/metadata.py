@@ -95,28 +95,41 @@ def _histogram_kernel(ids_ptr, partial_ptr, finished_ptr, R, E, BLOCK: tl.conste
 
 
 @triton.jit
-def _prefix_kernel(
-    partial_ptr, counts_ptr, finished_ptr, offsets_ptr, blocks, E, R,
-    ROWS: tl.constexpr, COLS: tl.constexpr, E_PAD: tl.constexpr,
-):  # fmt: skip
-    """Exclusive prefix over blocks, in place, for COLS experts; the totals are the counts, and the program that ends
-    last turns all of them into offsets."""
-    e = tl.program_id(0) * COLS + tl.arange(0, COLS)
+def prefix_of_blocks(partial_ptr, counts_ptr, column, blocks, E, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Of the `column`-th COLS experts: exclusive prefix of partial (blocks, E) over blocks, in place, and totals."""
+    e = column * COLS + tl.arange(0, COLS)
     total = tl.zeros((COLS,), dtype=tl.int32)
     for first in range(0, blocks, ROWS):
         b = first + tl.arange(0, ROWS)
         at = partial_ptr + b.to(tl.int64)[:, None] * E + e[None, :]
         mask = (b < blocks)[:, None] & (e < E)[None, :]
         counts = tl.load(at, mask=mask, other=0)
-        inclusive = tl.cumsum(counts, axis=0)
-        tl.store(at, inclusive - counts + total[None, :], mask=mask)
+        tl.store(at, tl.cumsum(counts, axis=0) - counts + total[None, :], mask=mask)
         total += tl.sum(counts, axis=0)
     tl.store(counts_ptr + e, total, mask=e < E)
+
+
+@triton.jit
+def offsets_of_counts(counts_ptr, offsets_ptr, E, E_PAD: tl.constexpr):
+    """Offsets of all experts from counts that other programs have written; returns where each expert ends."""
+    every = tl.arange(0, E_PAD)
+    counts = tl.load(counts_ptr + every, mask=every < E, other=0, cache_modifier=".cg")
+    ends = tl.cumsum(counts, axis=0)
+    tl.store(offsets_ptr + every, ends - counts, mask=every < E)
+    return ends
+
+
+@triton.jit
+def _prefix_kernel(
+    partial_ptr, counts_ptr, finished_ptr, offsets_ptr, blocks, E, R,
+    ROWS: tl.constexpr, COLS: tl.constexpr, E_PAD: tl.constexpr,
+):  # fmt: skip
+    """Exclusive prefix over blocks, in place, for COLS experts; the totals are the counts, and the program that ends
+    last turns all of them into offsets."""
+    prefix_of_blocks(partial_ptr, counts_ptr, tl.program_id(0), blocks, E, ROWS, COLS)
     tl.debug_barrier()  # every thread's counts, before one thread says so
     if tl.atomic_add(finished_ptr, 1) == tl.num_programs(0) - 1:
-        every = tl.arange(0, E_PAD)
-        counts = tl.load(counts_ptr + every, mask=every < E, other=0, cache_modifier=".cg")
-        tl.store(offsets_ptr + every, tl.cumsum(counts, axis=0) - counts, mask=every < E)
+        offsets_of_counts(counts_ptr, offsets_ptr, E, E_PAD)
         tl.store(offsets_ptr + E, R)
 
 

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from sonic.kernels.common import INTERPRET, cdiv, launch, narrow, next_power_of_2, widened
-from sonic.kernels.metadata import Metadata, metadata, metadata_torch
+from sonic.kernels.metadata import Metadata, metadata, metadata_torch, offsets_of_counts, prefix_of_blocks
 
 #: Score bits of a ranking key (`token_rounding`): the bit above says that the token chose the expert itself.
 SCORE_BITS = 0x3FFFFFFF
@@ -110,22 +110,10 @@ def _prefix_kernel(
             before += tl.sum(n, axis=0)
         tl.store(tokens_ptr + T, before)
     else:
-        e = pid * COLS + tl.arange(0, COLS)
-        total = tl.zeros((COLS,), dtype=tl.int32)
-        for first in range(0, blocks, ROWS):
-            b = first + tl.arange(0, ROWS)
-            at = partial_ptr + b.to(tl.int64)[:, None] * E + e[None, :]
-            mask = (b < blocks)[:, None] & (e < E)[None, :]
-            counts = tl.load(at, mask=mask, other=0)
-            tl.store(at, tl.cumsum(counts, axis=0) - counts + total[None, :], mask=mask)
-            total += tl.sum(counts, axis=0)
-        tl.store(counts_ptr + e, total, mask=e < E)
+        prefix_of_blocks(partial_ptr, counts_ptr, pid, blocks, E, ROWS, COLS)
         tl.debug_barrier()  # every thread's counts, before one thread says so
         if tl.atomic_add(finished_ptr, 1) == columns - 1:
-            every = tl.arange(0, E_PAD)
-            counts = tl.load(counts_ptr + every, mask=every < E, other=0, cache_modifier=".cg")
-            ends = tl.cumsum(counts, axis=0)
-            tl.store(offsets_ptr + every, ends - counts, mask=every < E)
+            ends = offsets_of_counts(counts_ptr, offsets_ptr, E, E_PAD)
             tl.store(offsets_ptr + E, tl.max(ends, axis=0))
 
 

@@ -27,6 +27,7 @@ from sonic.kernels.hopper.pipeline import (
     produce,
     ragged,
     ragged_row,
+    row_blocks,
     row_halves,
     rows_of,
     take_turn,
@@ -230,11 +231,7 @@ def _d_act_kernel(
 ):  # fmt: skip
     WARPS: gl.constexpr = 4 if GATHER else 1
     dtype: gl.constexpr = w2_desc.dtype
-    if GATHER:
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, K], dtype)
-        do = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, K], layout)
-    else:
-        do = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, K], do_desc.layout)
+    do = row_blocks(do_desc, dtype, STAGES, BLOCK_M, K, GATHER)
     w = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, K, BLOCK_N], w2_desc.layout)
     ring = new_ring(do, w, STAGES, PINGPONG, GATHER, WARPS)
     h_slots0 = gl.allocate_shared_memory(dtype, [2 * SLOTS, 1, 1, 1, 64, CHUNK], h_desc.layout)

@@ -28,6 +28,7 @@ from sonic.kernels.hopper.pipeline import (
     produce,
     ragged,
     ragged_row,
+    row_blocks,
     rows_of,
     rows_per_warpgroup,
     staging,
@@ -92,11 +93,7 @@ def _grouped_gemm_kernel(
     ROWS: gl.constexpr = BLOCK_M if PINGPONG else BLOCK_M // 2
     WARPS: gl.constexpr = 4 if GATHER else 1
     dtype: gl.constexpr = b_desc.dtype
-    if GATHER:
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, K], dtype)
-        a = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, K], layout)
-    else:
-        a = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, K], x_desc.layout)
+    a = row_blocks(x_desc, dtype, STAGES, BLOCK_M, K, GATHER)
     if K_MAJOR:
         b = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, K], b_desc.layout)
     else:

@@ -81,7 +81,7 @@ def staging_bytes(tile: HopperTile, stores: int) -> int:
 
 
 def fitting(tiles: list[Tile], columns: int, least: int = 64) -> list[Tile]:
-    """The tiles no wider than the columns that exist (`least` at least); all of them cut to that where none is."""
+    """The tiles no wider than the columns that exist (`least` at least)."""
     widest = max(least, next_power_of_2(columns))
     return [t for t in tiles if t.n <= widest]
 
@@ -150,6 +150,18 @@ class Ring:
         self.STAGES = gl.constexpr(STAGES)
         self.PINGPONG = gl.constexpr(PINGPONG)
         self.COPIED = gl.constexpr(COPIED)
+
+
+@gluon.jit
+def row_blocks(x_desc, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, K: gl.constexpr,
+               GATHER: gl.constexpr):  # fmt: skip
+    """Shared memory for the ring's blocks of rows, which come by cp.async where they are gathered, else by TMA."""
+    if GATHER:
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, K], dtype)
+        x = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, K], layout)
+    else:
+        x = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, K], x_desc.layout)
+    return x
 
 
 @gluon.jit

@@ -26,6 +26,7 @@ from sonic.kernels.hopper.pipeline import (
     produce,
     ragged,
     ragged_row,
+    row_blocks,
     rows_of,
     rows_per_warpgroup,
     staging,
@@ -118,11 +119,7 @@ def _up_proj_kernel(
     HALF: gl.constexpr = BLOCK_N // 2
     WARPS: gl.constexpr = 4 if GATHER else 1
     dtype: gl.constexpr = w1_desc.dtype
-    if GATHER:
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, K], dtype)
-        x = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, K], layout)
-    else:
-        x = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, K], x_desc.layout)
+    x = row_blocks(x_desc, dtype, STAGES, BLOCK_M, K, GATHER)
     w = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, HALF, K], w1_desc.layout)
     ring = new_ring(x, w, STAGES, PINGPONG, GATHER, WARPS)
     if WITH_H:
