@@ -87,6 +87,13 @@ _FAMILIES = ("hopper", "triton", "torch")
 
 GREY = "#57606a"
 
+#: The two routers of the paper's Figs 11, 16 and 17, and their words in legends.
+TOPK, ROUNDING = "topk", "tr_nearest_freq"
+ROUTERS = {TOPK: "top-K", ROUNDING: "token rounding"}
+
+#: Of an axis with `rho_ticks`.
+RHO_LABEL = "experts E  (activation ratio \N{GREEK SMALL LETTER RHO} = K/E below)"
+
 #: The card whose rows and figures are committed: its figures lie in `figures/` itself, those of any other in a folder
 #: of that card's name, so that drawing elsewhere never replaces what the README shows.
 HOME_GPU = "nvidia-h200"
@@ -138,6 +145,50 @@ def shapes_in_order(data: pd.DataFrame) -> list[tuple[int, int, int, int, int]]:
     return sorted(data[list(load.SHAPE)].drop_duplicates().itertuples(index=False, name=None), key=place)
 
 
+def fixed_k_panel(T: int, d: int, n: int, K: int) -> str:
+    """What stays where E alone grows."""
+    return f"d={d} n={n} K={K} T={T}"
+
+
+def fixed_k_panels(data: pd.DataFrame) -> list[str]:
+    """The values of the column `panel` made by `fixed_k_panel`, in the order of the paper's Fig 16."""
+    return list(data.sort_values(["d", "n", "T", "K"]).panel.unique())
+
+
+def rho_ticks(data: pd.DataFrame) -> dict[int, str]:
+    """E -> its tick: E, and the activation ratio below."""
+    return {E: f"{E}\n1/{E / K:g}" for E, K in sorted(set(zip(data.E, data.K, strict=True)))}
+
+
+_MODEL_NAMES = {sizes: name for name, sizes in paper.MODEL_SHAPES.items()}
+
+
+def model_name(T: int, d: int, n: int, E: int, K: int) -> str:
+    """The open model with these sizes, else all five sizes."""
+    return _MODEL_NAMES.get((T, d, n, E, K)) or f"T={T} d={d} n={n} E={E} K={K}"
+
+
+def models(data: pd.DataFrame) -> list[str]:
+    """The values of the column `model` made by `model_name`, in the order of the paper's figures, others after them."""
+    order = list(paper.MODEL_SHAPES)
+    return sorted(data.model.unique(), key=lambda name: (order.index(name) if name in order else len(order), name))
+
+
+def model_ticks(data: pd.DataFrame, narrow: bool = False) -> list[str]:
+    """For each of `models` its name without the tail, and its sizes; `narrow` has one size a line."""
+    lines = data.drop_duplicates("model").set_index("model")
+    ticks = [_model_tick(name, lines.loc[name]) for name in models(data)]
+    return [tick.replace(" ", "\n") for tick in ticks] if narrow else ticks
+
+
+def _model_tick(name: str, line: pd.Series) -> str:
+    if name not in paper.MODEL_SHAPES:
+        return f"T={line['T']} d={line.d}\nn={line.n} {line.E}/{line.K}"
+    parts = name.split("-")
+    short = "-".join(parts[:2] if parts[0] in ("Kimi", "Qwen3", "DeepSeek") else parts[:3] if "gpt" in name else parts)
+    return f"{short.removesuffix('-1B-7B-0125')}\nd={line.d} n={line.n}\n{line.E}/{line.K}"
+
+
 def label_series(table: pd.DataFrame) -> pd.DataFrame:
     """The table with `series` (its legend name), `variant` (its number within the implementation) and `thin`.
 
@@ -178,6 +229,69 @@ def label_series(table: pd.DataFrame) -> pd.DataFrame:
     names = [name for name, group in series_of(table) if group.ms.notna().any()]
     thin = {name: number / max(1, len(names) - 1) for number, name in enumerate(names)}
     return table.assign(thin=table.series.map(thin).fillna(0.0))
+
+
+def label_routers(table: pd.DataFrame) -> pd.DataFrame:
+    """`label_series` for lines of the two `ROUTERS`, in words; `who` is the series' name without its router."""
+    # The names of two routers of one implementation would else differ by the tile of the rounding as well.
+    tiles = table[table.router == ROUNDING].router_tile
+    table = label_series(table if tiles.nunique(dropna=False) > 1 else table.assign(router_tile=np.nan))
+    series = who = table.series
+    for router, words in ROUTERS.items():
+        series = series.str.replace(f"router={router}", words, regex=False)
+        who = who.str.replace(rf"(, )?router={router}(, router_tile=\d+)?", "", regex=True)
+    return table.assign(series=series, who=who.str.replace(r" ?\(\)", "", regex=True))
+
+
+def rounding_gains(data: pd.DataFrame, stated: pd.DataFrame, keep: Sequence[str]) -> pd.DataFrame:
+    """One line per shape, mode and `who` of `label_routers`, with the columns of `keep`: what both routers have, and
+    the gain of rounding over top-K in model TFLOP/s beside that of `stated` (a table of `paper`).
+
+    Gains are percent. A point of which only one router was measured keeps its line and has no gain.
+    """
+    groups = data.groupby([*load.SHAPE, "who", "mode"], sort=False)
+    out = pd.DataFrame([_gain(group, keep) for _, group in groups])
+    stated = stated.assign(mode=stated.quantity.str.removesuffix(" gain"))
+    paper_gain = lookup(out, stated, [*load.SHAPE, "mode"], "value")
+    return out.assign(
+        gain=100 * (ratio(out.rounding_tflops, out.topk_tflops) - 1), paper_gain=paper_gain.where(out.impl == "sonic")
+    )
+
+
+def _gain(group: pd.DataFrame, keep: Sequence[str]) -> dict[str, object]:
+    parts = {router: group[group.router == router].iloc[-1] for router in ROUTERS if (group.router == router).any()}
+    first = next(iter(parts.values()))
+    line = {name: first[name] for name in (*load.SHAPE, "rho", "impl", "who", "mode", *keep)}
+    line["status"] = ", ".join(dict.fromkeys(part.status for part in parts.values()))
+    for router, name in ((TOPK, "topk"), (ROUNDING, "rounding")):
+        for column in ("ms", "tflops", "padding"):
+            line[f"{name}_{column}"] = parts[router][column] if router in parts else np.nan
+    line["rounding_kernels"] = parts[ROUNDING].kernels if ROUNDING in parts else []
+    line["worst_error"] = group.worst_error.max()
+    return line
+
+
+def gain_notes(found: pd.DataFrame, passes: dict[str, str]) -> list[str]:
+    """Least and most gain of `rounding_gains` per `who` and pass; in whose absence the figure says so."""
+    notes = []
+    for who, group in found.groupby("who", sort=False):
+        parts = []
+        for mode, words in passes.items():
+            part = group[(group["mode"] == mode) & group.gain.notna()]
+            if len(part):
+                parts.append(f"{words} {part.gain.min():+.1f}% to {part.gain.max():+.1f}% over {len(part)} points")
+        if parts:
+            notes.append(f"Gain of rounding, {who}: {'; '.join(parts)}.")
+    return notes or ["No point has both top-K and token rounding measured, so there is no gain to draw."]
+
+
+def share_gains(axes: Iterable[Axes]) -> None:
+    """One scale for all gains, zero within it."""
+    axes = list(axes)
+    limits = [limit for ax in axes for limit in ax.get_ylim()]
+    low, high = min(0.0, *limits), max(0.0, *limits)
+    for ax in axes:
+        ax.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
 
 
 def _family_rank(family: str) -> int:
@@ -339,8 +453,8 @@ def draw_bars(
     """A group of bars at every position, one bar per series of `styles`: the median `y` with its p20 to p80 band for
     times and rates, its value at the foot, and in the place of a missing bar the status.
 
-    `top`: the highest bar on this scale; a bar too low for its value carries it on its head. Returns where the bar of
-    (series, position) stands.
+    `top`: the highest bar on this scale; a bar too low for its value carries it on its head, one below zero above
+    itself. Returns where the bar of (series, position) stands.
     """
     width = 0.86 / max(1, len(styles))
     places = {}
@@ -358,7 +472,7 @@ def draw_bars(
             status = "no row" if pd.isna(line.status) else f"no {y}" if line.status == "ok" else line.status
             ax.annotate(
                 format(line[y], form) if there else f"\N{MULTIPLICATION SIGN} {status.replace('_', ' ')}",
-                (place, line[y] if there and not inside else 0), xytext=(0, 3), textcoords="offset points",
+                (place, max(line[y], 0) if there and not inside else 0), xytext=(0, 3), textcoords="offset points",
                 rotation=90, ha="center", va="bottom", fontsize=5.5, zorder=4,
                 color=("white" if dark else "#1b1f24") if inside else style["edgecolor"],
             )  # fmt: skip
@@ -537,8 +651,11 @@ def time_note(data: pd.DataFrame) -> str:
     )
 
 
-def provenance(data: pd.DataFrame) -> str:
-    """One line on where the numbers come from: card, dtype, op, clock, L2, method version, commits."""
+def provenance(data: pd.DataFrame, untimed: str | None = None) -> str:
+    """One line on where the numbers come from: card, dtype, op, clock, L2, method version, commits.
+
+    A figure without times gives in `untimed` what stands in place of the clock.
+    """
     measured = data[data.ms.notna() & ~data.derived]
     if on_cpu(data):
         clock = "CPU wall time" + (" (Triton kernels in the interpreter)" if data.interpreter.any() else "")
@@ -548,7 +665,8 @@ def provenance(data: pd.DataFrame) -> str:
     commits = ", ".join(sorted({str(commit)[:10] for commit in measured.commit}))
     words = [
         ", ".join(load.gpus(data)), ", ".join(sorted(data.dtype.unique())), "op " + ", ".join(sorted(data.op.unique())),
-        f"{clock}, median and p20\N{EN DASH}p80", f"method {methods or 'none'}", f"commit {commits or 'none'}",
+        untimed or f"{clock}, median and p20\N{EN DASH}p80", f"method {methods or 'none'}",
+        f"commit {commits or 'none'}",
     ]  # fmt: skip
     return " \N{MIDDLE DOT} ".join(words)
 
@@ -580,7 +698,7 @@ def missing_notes(data: pd.DataFrame, y: str = "ms") -> list[str]:
             (str(text).strip().splitlines()[-1] for text in group.reason if pd.notna(text) and str(text).strip()), ""
         )
         if not reason and (group.status == "ok").any():
-            reason = f"measured, without the {group.clock.iloc[0]} time"
+            reason = f"measured, without {y if group.ms.notna().any() else f'the {group.clock.iloc[0]} time'}"
         found.append(f"Not drawn: {name}: {statuses}{f' ({textwrap.shorten(reason, 110)})' if reason else ''}")
     return found
 

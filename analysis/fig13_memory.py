@@ -28,7 +28,7 @@ TITLE = "Memory of a training step by shape and implementation"
 KEPT: dict[str, tuple[tuple[str, ...], int]] = {
     "sonic": (("H",), 1),
     "sonicmoe_official": (("H",), 1),
-    "scattermoe": (("H", "A", "Y"), 1),
+    "scattermoe": (("H", "A", "A", "Y"), 1),
     "scattermoe_style": (("H", "A", "Y"), 1),
     "momoe": ((), 1),
     "momoe_save_all": (("H", "Y"), 1),
@@ -41,6 +41,7 @@ KEPT: dict[str, tuple[tuple[str, ...], int]] = {
     "liger": (("H",), 1),
     "moe_ops": (("Xe", "H", "A", "A", "Y"), 1),
     "torch_grouped_mm": (("Xe", "H", "A", "A", "Y"), 1),
+    "torch_loop": (("Xe", "H", "A", "A", "Y", "Y"), 1),
     "standard_style": (("Xe", "H", "A", "Y"), 1),
 }
 

@@ -19,18 +19,6 @@ TITLE = "Throughput of one layer of open models by implementation"
 
 _PASSES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 _SIZES = list(load.SHAPE)
-_NAMES = {sizes: name for name, sizes in paper.MODEL_SHAPES.items()}
-
-
-def model_name(T: int, d: int, n: int, E: int, K: int) -> str:
-    """The open model with these sizes, else all five sizes."""
-    return _NAMES.get((T, d, n, E, K)) or f"T={T} d={d} n={n} E={E} K={K}"
-
-
-def models(data: pd.DataFrame) -> list[str]:
-    """The values of the column `model`, in the order of the paper's figure, others after them."""
-    order = list(paper.MODEL_SHAPES)
-    return sorted(data.model.unique(), key=lambda name: (order.index(name) if name in order else len(order), name))
 
 
 def select(rows: pd.DataFrame) -> pd.DataFrame:
@@ -39,15 +27,14 @@ def select(rows: pd.DataFrame) -> pd.DataFrame:
     if not rows.ms.notna().any():
         raise load.NothingLeft("no whole layer was measured")
     data = common.label_series(load.pool_seeds(load.one_series(rows)))
-    return data.assign(model=[model_name(*sizes) for sizes in data[_SIZES].itertuples(index=False, name=None)])
+    return data.assign(model=[common.model_name(*sizes) for sizes in data[_SIZES].itertuples(index=False, name=None)])
 
 
 def draw(figure: Figure, data: pd.DataFrame) -> None:
     """One panel per mode, a group of bars per model."""
-    styles, names = common.bar_styles(data, "ms"), models(data)
+    styles, names = common.bar_styles(data, "ms"), common.models(data)
     width = max(4.4, len(names) * max(1.05, 0.105 * (len(styles) + 1.2)))
     sheet = common.panels(figure, len(_PASSES), 1, size=(width, 2.0), share_x=False, gap=(0.3, 0.75))
-    shapes = data.drop_duplicates("model").set_index("model")
     marked = False
     for ax, (mode, words) in zip(sheet.axes[:, 0], _PASSES.items(), strict=True):
         part = data[data["mode"] == mode]
@@ -55,22 +42,13 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
         places = common.draw_bars(ax, part, styles, "model", "tflops", names, data.tflops.max(), form)
         theirs = common.lookup(part, _paper_tflops(mode), [*_SIZES, "impl"], "value")
         marked |= common.draw_paper_marks(ax, part.assign(paper=theirs), "model", places)
-        ax.set_xticks(range(len(names)), [_tick(name, shapes.loc[name]) for name in names])
+        ax.set_xticks(range(len(names)), common.model_ticks(data))
         ax.set_ylabel(f"model TFLOP/s{common.time_note(data)}")
         ax.set_title(words)
     common.share_scale(sheet)
     handles: list = common.bar_handles(data, "ms")
     handles += [common.paper_handle("paper, H100 (Fig 15; stated)", line=False)] if marked else []
     sheet.finish(TITLE, common.provenance(data), handles, common.notes(data))
-
-
-def _tick(name: str, line: pd.Series) -> str:
-    """The model without the tail of its name, and its sizes."""
-    if name not in paper.MODEL_SHAPES:
-        return f"T={line['T']} d={line.d}\nn={line.n} {line.E}/{line.K}"
-    parts = name.split("-")
-    short = "-".join(parts[:2] if parts[0] in ("Kimi", "Qwen3", "DeepSeek") else parts[:3] if "gpt" in name else parts)
-    return f"{short.removesuffix('-1B-7B-0125')}\nd={line.d} n={line.n}\n{line.E}/{line.K}"
 
 
 def _paper_tflops(mode: str) -> pd.DataFrame:
@@ -122,7 +100,7 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
         for prefix, device in (("paper", "H100"), ("b300", "B300")):
             speeds = _paper_speeds(mode, device)
             out[f"{prefix}_{mode}_speed"] = common.lookup(out, speeds, [*_SIZES, "impl"], "value")
-    out = out.assign(_model=out.model.map(models(data).index), _rank=out.impl.map(common.rank))
+    out = out.assign(_model=out.model.map(common.models(data).index), _rank=out.impl.map(common.rank))
     out = pd.concat([out.sort_values(["_model", "_rank", "variant"]), _summary(out)], ignore_index=True)
     columns = ["model", "series", "status"]
     columns += [f"{prefix}{mode}_tflops" for mode in modes for prefix in ("", "paper_")] + ["fwd_bwd_ms"]

@@ -22,71 +22,29 @@ from sonic.shapes import Shape
 SWEEP = "token_rounding"
 TITLE = "Token rounding against top-K by the number of experts at fixed K"
 
-_TOPK, _ROUNDING = "topk", "tr_nearest_freq"
-_WORDS = {_TOPK: "top-K", _ROUNDING: "token rounding"}
 _PASSES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 _SIZES = list(load.SHAPE)
-#: What two rows of a pair share beyond shape and mode.
-_SHARED = [name for name in load.VARIANT if name not in ("router", "router_tile")]
 
 
 def select(rows: pd.DataFrame) -> pd.DataFrame:
     """Given experts under top-K and rounding by frequency, both passes and the derived backward, seeds pooled.
 
-    `panel` is T, d, n and K; `pair` is the same for the two rows of a comparison, and `who` their series' name.
+    `panel` is T, d, n and K.
     """
-    rows = rows[(rows.op == "experts") & rows["mode"].isin(tuple(_PASSES)) & rows.router.isin((_TOPK, _ROUNDING))]
-    data = load.with_backward(load.pool_seeds(load.one_series(rows)))
-    # The names of two routers of one implementation would else differ by the tile of the rounding as well.
-    tiles = data[data.router == _ROUNDING].router_tile
-    data = common.label_series(data if tiles.nunique(dropna=False) > 1 else data.assign(router_tile=np.nan))
-    who = data.series
-    for router, words in _WORDS.items():
-        data = data.assign(series=data.series.str.replace(f"router={router}", words, regex=False))
-        who = who.str.replace(rf"(, )?router={router}(, router_tile=\d+)?", "", regex=True).str.replace(
-            r" ?\(\)", "", regex=True
-        )
-    return data.assign(
-        who=who,
-        pair=[
-            repr([None if pd.isna(value) else value for value in line])
-            for line in data[[*_SIZES, "impl", "mode", *_SHARED]].itertuples(index=False)
-        ],
-        panel=[f"d={d} n={n} K={K} T={T}" for T, d, n, K in data[["T", "d", "n", "K"]].itertuples(index=False)],
-    )  # fmt: skip
+    rows = rows[(rows.op == "experts") & rows["mode"].isin(tuple(_PASSES)) & rows.router.isin(tuple(common.ROUTERS))]
+    data = common.label_routers(load.with_backward(load.pool_seeds(load.one_series(rows))))
+    panel = [common.fixed_k_panel(*sizes) for sizes in data[["T", "d", "n", "K"]].itertuples(index=False)]
+    return data.assign(panel=panel)
 
 
 def gains(data: pd.DataFrame) -> pd.DataFrame:
-    """One line per point with both routers, `fwd`, `fwd_bwd` and `bwd`: rates, gain, prediction, the paper's gain.
-
-    Gains are percent. A point of which only one router was measured keeps its line and has no gain.
-    """
-    found = [_gain(group) for _, group in data.groupby("pair", sort=False)]
-    out = pd.DataFrame([line for line in found if line is not None])
+    """`common.rounding_gains` with the gain that padding predicts, in percent."""
+    out = common.rounding_gains(data, paper.fig16(), ["panel", "env_id"])
+    parts = [_parts(kernels) for kernels in out.rounding_kernels]
+    out = out.assign(gemm_ms=[gemms for gemms, _ in parts], rest_ms=[rest for _, rest in parts])
     gemms, rest = _backward(out, "gemm_ms"), _backward(out, "rest_ms")
     more = (1 + out.topk_padding) / (1 + out.rounding_padding) - 1
-    out = out.assign(gemm_ms=gemms, rest_ms=rest)
-    out["predicted"] = 100 * gemms * more / (gemms + rest)
-    stated = paper.fig16().assign(mode=lambda t: t.quantity.str.removesuffix(" gain"))
-    out["paper_gain"] = common.lookup(out, stated, [*_SIZES, "mode"], "value").where(out.impl == "sonic")
-    return out
-
-
-def _gain(group: pd.DataFrame) -> dict[str, object] | None:
-    lines = {router: group[group.router == router].iloc[-1] for router in _WORDS if (group.router == router).any()}
-    first = next(iter(lines.values()))
-    line = {name: first[name] for name in ("panel", *_SIZES, "rho", "impl", "family", "who", "mode", "env_id")}
-    line["status"] = ", ".join(dict.fromkeys(part.status for part in lines.values()))
-    for router, name in ((_TOPK, "topk"), (_ROUNDING, "rounding")):
-        part = lines.get(router)
-        for column in ("ms", "tflops", "padding"):
-            line[f"{name}_{column}"] = np.nan if part is None else part[column]
-    line["gain"] = 100 * (line["rounding_tflops"] / line["topk_tflops"] - 1)
-    line["gemm_ms"], line["rest_ms"] = _parts(lines[_ROUNDING].kernels) if _ROUNDING in lines else (np.nan, np.nan)
-    line["worst_error"] = max(
-        (part.worst_error for part in lines.values() if pd.notna(part.worst_error)), default=np.nan
-    )
-    return line  # fmt: skip
+    return out.assign(gemm_ms=gemms, rest_ms=rest, predicted=100 * gemms * more / (gemms + rest))
 
 
 def _parts(kernels: list[dict[str, object]]) -> tuple[float, float]:
@@ -104,7 +62,7 @@ def _backward(out: pd.DataFrame, column: str) -> pd.Series:
 
 def draw(figure: Figure, data: pd.DataFrame) -> None:
     """One column per panel of Fig 16; per pass a row of rates and a row of gains."""
-    names = _panels(data)
+    names = common.fixed_k_panels(data)
     passes = [mode for mode in _PASSES if data[data["mode"] == mode].tflops.notna().any()]
     found = gains(data)
     sheet = common.panels(figure, 2 * len(passes), len(names), size=(2.5, 1.55), gap=(0.45, 0.2))
@@ -112,7 +70,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     for column, name in enumerate(names):
         sheet.axes[0, column].set_title(name)
         here, pairs = data[data.panel == name], found[found.panel == name]
-        ratios = {line.E: f"{line.E}\n1/{line.E / line.K:g}" for line in here.itertuples()}
+        ratios = common.rho_ticks(here)
         for number, mode in enumerate(passes):
             rate, gain = sheet.axes[2 * number : 2 * number + 2, column]
             common.draw_series(rate, here[here["mode"] == mode], "E", "tflops")
@@ -121,17 +79,17 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
             paper_drawn |= _draw_gains(gain, pairs[pairs["mode"] == mode])
             gain.set_ylabel(f"{_PASSES[mode]},\ngain of rounding, %" if column == 0 else "")
             for ax in (rate, gain):
-                common.size_axis(
-                    ax, ratios, "experts E  (activation ratio \N{GREEK SMALL LETTER RHO} = K/E below)", ratios.get
-                )
+                common.size_axis(ax, ratios, common.RHO_LABEL, ratios.get)
                 ax.xaxis.label.set_visible(ax is sheet.axes[-1, column])
-    _share_gains(sheet.axes[1::2])
+    common.share_gains(sheet.axes[1::2].flat)
     drawn = data[data["mode"].isin(passes)]
     handles = common.series_handles(drawn, "tflops")
     if found[found["mode"].isin(passes)].predicted.notna().any():
         handles.append(common.formula_handle("gain that padding predicts (GEMMs and the rest)"))
     handles += [common.paper_handle("paper, H100 (Fig 16, stated in its text)", line=False)] if paper_drawn else []
-    sheet.finish(TITLE, common.provenance(data), handles, [*_gain_notes(found), *common.notes(drawn, "tflops")])
+    sheet.finish(
+        TITLE, common.provenance(data), handles, [*common.gain_notes(found, _PASSES), *common.notes(drawn, "tflops")]
+    )
 
 
 def _draw_gains(ax: Axes, pairs: pd.DataFrame) -> bool:
@@ -151,32 +109,6 @@ def _draw_gains(ax: Axes, pairs: pd.DataFrame) -> bool:
     return len(shown) > 0
 
 
-def _share_gains(axes: np.ndarray) -> None:
-    """One scale for all gains, zero within it."""
-    limits = [limit for ax in axes.flat for limit in ax.get_ylim()]
-    low, high = min(0.0, *limits), max(0.0, *limits)
-    for ax in axes.flat:
-        ax.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
-
-
-def _gain_notes(found: pd.DataFrame) -> list[str]:
-    """Least and most gain per series and pass; in whose absence the figure says so."""
-    notes = []
-    for who, group in found.groupby("who", sort=False):
-        parts = []
-        for mode, words in _PASSES.items():
-            part = group[(group["mode"] == mode) & group.gain.notna()]
-            if len(part):
-                parts.append(f"{words} {part.gain.min():+.1f}% to {part.gain.max():+.1f}% over {len(part)} points")
-        if parts:
-            notes.append(f"Gain of rounding, {who}: {'; '.join(parts)}.")
-    return notes or ["No point has both top-K and token rounding measured, so there is no gain to draw."]
-
-
-def _panels(data: pd.DataFrame) -> list[str]:
-    return list(data.sort_values(["d", "n", "T", "K"]).panel.unique())
-
-
 def table(data: pd.DataFrame) -> pd.DataFrame:
     """Per panel, series, pass and E: both rates, gain, prediction and the paper's gain in percent, padding, errors."""
     out = gains(data)
@@ -184,7 +116,7 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
     out = out.assign(
         series=out.who,
         padding_expected=[paper.expected_padding(Shape(*sizes)) for sizes in out[_SIZES].itertuples(index=False)],
-        _panel=out.panel.map(_panels(data).index), _rank=out.impl.map(common.rank),
+        _panel=out.panel.map(common.fixed_k_panels(data).index), _rank=out.impl.map(common.rank),
         _pass=out["mode"].map([*_PASSES, "bwd"].index),
     ).sort_values(["_panel", "_rank", "who", "_pass", "E"])  # fmt: skip
     columns = [

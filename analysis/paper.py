@@ -89,6 +89,22 @@ _OPEN_MODELS = (  # name, date (year-month), parameters, K, E, d, n
     ("DeepSeek-V3.2-Exp", "2025-10", "685B", 8, 256, 7168, 2048),
 )
 
+# Table 2: feature, by its name in `sonic.features`, -> yes, no or not applicable, in the order of _TABLE2_METHODS. The
+# paper has one row for both passes of the gather and one for SwiGLU and its gradient.
+_TABLE2_METHODS = ("SonicMoE", "ScatterMoE", "MoMoE", "MegaBlocks", "Megatron", "DeepGEMM")
+_TABLE2 = {
+    "gather_fused_forward": (True, True, True, False, False, False),
+    "gather_fused_backward": (True, False, False, False, False, False),
+    "activation_fused": (True, False, True, False, True, None),
+    "d_activation_fused": (True, False, True, False, True, None),
+    "ds_from_da": (True, False, False, False, True, None),
+    "d_act_whole": (True, False, False, False, False, None),
+    "io_overlapped": (True, False, False, False, False, False),
+    "no_scatter_kernel": (True, True, True, False, None, None),
+    "efficient_topk": (True, False, False, False, False, None),
+    "no_padding": (True, True, True, False, False, False),
+}
+
 # Fig 1, right and left panel: n -> (SonicMoE, ScatterMoE, MoMoE[, upper bound]).
 _FIG1_FWD = {
     "H100": {
@@ -176,6 +192,10 @@ _FIG15_B300 = {
 #: Fig 23, H100: implementation -> TB/s from and to, read off the figure by a third party's eye; of low confidence, so
 #: no row of `numbers`.
 FIG23_TBPS = {"sonic": (1.5, 2.0), "torch_topk": (0.5, 1.0)}
+
+#: Fig 11 under top-K: (T, d, n, E, K) -> percent of FLOPs wasted, from and to, of the same third party's eye, who does
+#: not say whether of model or of padded FLOPs; no row of `numbers` either.
+FIG11_WASTED = {(16384, 4096, 1024, 256, 4): (15, 20)}
 
 _HEADLINE = (  # claim, value, unit, shape (T, d, n, E, K) or None, source
     ("fwd+bwd speed over ScatterMoE, 7B n=256, H100", 1.86, "x", (24576, 1536, 256, 128, 8), "abstract"),
@@ -445,6 +465,17 @@ def open_models() -> pd.DataFrame:
     return table.assign(G=table.d / table.n, rho=table.K / table.E, source="v1 Table 1")
 
 
+def features() -> pd.DataFrame:
+    """Table 2: what each method does between its GEMMs, `value` True, False or None where it does not apply."""
+    rows = [
+        (feature, method, METHODS[method], value, "stated", "v1 Table 2")
+        for feature, values in _TABLE2.items()
+        for method, value in zip(_TABLE2_METHODS, values, strict=True)
+    ]
+    columns = ["feature", "method", "impl", "value", "kind", "source"]
+    return pd.DataFrame(rows, columns=columns).astype({"value": object})
+
+
 def configs() -> pd.DataFrame:
     """Table 9: the shapes of Figs 1, 13, 14 and the finer ones of Fig 3, with the weights' and the activations' GiB."""
     rows = []
@@ -584,3 +615,9 @@ def arithmetic_intensity(shape: Shape) -> float:
 def expected_padding(shape: Shape, tile_m: int = 128) -> float:
     """Padding over model FLOPs under random routing: half a tile of `tile_m` rows per expert, E m / (2 T K)."""
     return shape.E * tile_m / 2 / shape.R
+
+
+def wasted_flops(shape: Shape, mode: str = "fwd_bwd", tile_m: int = 128) -> float:
+    """FLOPs that this padding amounts to under top-K, 9 n d E m in both passes: what Fig 11 shows. Loads that are
+    multiples of the tile waste none."""
+    return expected_padding(shape, tile_m) * shape.flops(mode)

@@ -7,8 +7,9 @@ On a CUDA device four times are taken and never mixed:
               to last kernel's end. Both from CUPTI (torch.profiler).
   graph_us    replay of a CUDA graph of the same call, the cache flushed between replays.
   enqueue_us  host time of a call that follows another without a wait, as in a training loop, the queue far from full.
-In the passes for device_us and graph_us the card rests after each sample for as long as the call took. Otherwise what
-enqueues slowly would leave it idle, and cool, for part of the time, and run at higher clocks than what keeps it busy.
+In the passes for device_us and graph_us the card rests after each sample until it was busy for a quarter of the time
+(`BUSY_SHARE`). Otherwise what enqueues slowly would leave it idle, and cool, for part of the time, and run at higher
+clocks than what keeps it busy.
 Samples are returned, never their mean. The flush inverts a buffer of twice the L2 cache's size, by a kernel whose name
 no implementation uses, so that it also marks where one sample ends and the next begins in the profiler's record. On a
 CPU only wall-clock samples are taken, and returned as event_us; everything else is None.
@@ -28,7 +29,7 @@ from torch.profiler import ProfilerActivity
 
 from sonic.record import Clocks, KernelTime, Method, Settings
 
-METHOD_VERSION = 2
+METHOD_VERSION = 3
 
 #: Name of the kernel by which the flush, and nothing else, shows in a profile.
 FLUSH_KERNEL = "bitwise_not"
@@ -38,6 +39,10 @@ REST_KERNEL = "spin_kernel"
 REST_CYCLES_PER_US = 1500
 #: Ends of the names by which the profiler shows a wait as if it were work of the device.
 HOST_MARKS = (" Sync", " Wait Event")
+#: Part of the time for which the card works in the passes for device_us and graph_us.
+BUSY_SHARE = 0.25
+#: Samples by which the device's busy time is told before those passes.
+BUSY_SAMPLES = 3
 PROFILED_SAMPLES = 10
 GRAPH_SAMPLES = 10
 ENQUEUE_SAMPLES = 10
@@ -165,13 +170,15 @@ class Flush:
 
 
 class _Rest:
-    """Keeps the device from working, when called, for as long as a call took; asynchronous, as `Flush`."""
+    """Keeps the device from working, when called, until it was busy for `BUSY_SHARE` of the time: `busy` of the `call`
+    microseconds that went before; asynchronous, as `Flush`."""
 
-    def __init__(self, event_us: Sequence[float]) -> None:
-        self._cycles = int(statistics.median(event_us) * REST_CYCLES_PER_US)
+    def __init__(self, busy: float, call: float) -> None:
+        self._cycles = int(max(0.0, busy / BUSY_SHARE - call) * REST_CYCLES_PER_US)
 
     def __call__(self) -> None:
-        torch.cuda._sleep(self._cycles)
+        if self._cycles:
+            torch.cuda._sleep(self._cycles)
 
 
 def _warm_up(work: Work, warmup_ms: float) -> tuple[int, float]:
@@ -203,8 +210,11 @@ def _cuda_times(work: Work, device: torch.device, settings: Settings) -> Times:
         event_us, Method(version=METHOD_VERSION, timer="cuda", l2=settings.l2, warmup=warmup, samples=len(event_us))
     )
     found.enqueue_us = _enqueue_times(work, min(wanted, ENQUEUE_SAMPLES))
+    call = busy = statistics.median(event_us)
     if settings.profile:
-        rest = _Rest(event_us)
+        first = split_samples(_profile(work, BUSY_SAMPLES, flush, lambda: None, readings))
+        busy = statistics.median(map(busy_us, first)) if first else call
+        rest = _Rest(busy, call)
         samples = split_samples(_profile(work, min(wanted, PROFILED_SAMPLES), flush, rest, readings))
         if samples:
             found.device_us = [busy_us(sample) for sample in samples]
@@ -215,7 +225,7 @@ def _cuda_times(work: Work, device: torch.device, settings: Settings) -> Times:
             found.notes.append("device_us: the profiler recorded no kernels")
     if settings.graph:
         found.graph_us, refusal, found.poisoned = _graph_times(
-            work, min(wanted, GRAPH_SAMPLES), flush, _Rest(event_us), readings
+            work, min(wanted, GRAPH_SAMPLES), flush, _Rest(busy, busy), readings
         )
         if refusal is not None:
             found.notes.append(f"graph_us: {refusal}")
@@ -259,7 +269,7 @@ def _enqueue_times(work: Work, samples: int) -> list[float]:
     return taken
 
 
-def _profile(work: Work, samples: int, flush: Flush, rest: _Rest, readings: Readings) -> list[Interval]:
+def _profile(work: Work, samples: int, flush: Flush, rest: Callable[[], object], readings: Readings) -> list[Interval]:
     """Device activities of one discarded and `samples` kept calls, each behind a flush, and of a last flush."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -78,7 +78,17 @@ def test_measuring_and_recording_know_nothing_of_the_layer(rows: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["sonic", "sonic.shapes", "sonic.record", "sonic.config", "sonic.sweep", "sonic.merge", "sonic.doctor", "analysis"],
+    [
+        "sonic",
+        "sonic.shapes",
+        "sonic.record",
+        "sonic.config",
+        "sonic.sweep",
+        "sonic.merge",
+        "sonic.doctor",
+        "sonic.features",
+        "analysis",
+    ],
 )
 def test_importing_it_loads_neither_torch_nor_wandb(module: str) -> None:
     """In a process of its own. Triton and baselines stay out as well; Hydra may come with its users."""

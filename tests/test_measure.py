@@ -289,11 +289,22 @@ def test_cuda_times_leave_the_flush_out(driver):
     assert driver.log[first - 1 : first + 3] == ["clear", "flush", "fwd", "bwd"]
 
 
-def test_the_card_rests_after_each_profiled_and_each_replayed_sample(driver):
+def test_the_card_rests_until_it_was_busy_for_its_share_of_the_time(driver, monkeypatch):
+    # a call takes 8 us, in which the profiler sees two kernels of 0.4 us
+    monkeypatch.setattr(measure, "BUSY_SHARE", 0.05)
+    cycles = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda n: cycles.append(n) or driver.launch(measure.REST_KERNEL, 0.0))
     measure.times(cuda_work(driver), torch.device("cuda", 0), Settings(samples=3, warmup_ms=0.0))
     rested = [i for i, name in enumerate(driver.log) if name == measure.REST_KERNEL]
-    assert len(rested) == 4 + 3  # the profiler's pass has a sample more, which is not kept
     assert {driver.log[i - 1] for i in rested} == {"bwd", "replay"}
+    # the profiler's pass has a sample more, which is not kept; a replay holds no idle time
+    per_us = measure.REST_CYCLES_PER_US
+    assert cycles == pytest.approx([(16.0 - 8.0) * per_us] * 4 + [(16.0 - 0.8) * per_us] * 3, abs=1)
+
+
+def test_what_leaves_the_card_idle_for_longer_than_its_share_gets_no_rest_beside(driver):
+    measure.times(cuda_work(driver), torch.device("cuda", 0), Settings(samples=3, warmup_ms=0.0, graph=False))
+    assert measure.REST_KERNEL not in driver.log
 
 
 def test_what_is_switched_off_is_not_taken(driver):

@@ -87,12 +87,13 @@ class Adapter:
     tuner, a weight conversion that a training step would repeat). `problem` has the routing that is computed, which the
     gate checks. Members that a row takes where they exist: family, kernels_cost, bytes_model(), flops_padded, tune_s,
     tuned; for one kernel alone also flops_model and check(). `properties` says what is fused and what is kept, None
-    where nothing is declared.
+    where nothing is declared, with the reason in `undeclared`.
     """
 
     KNOBS: frozenset[str] = frozenset()
     OPS: frozenset[str] = frozenset({"layer", "experts"})
     properties: Properties | None = None
+    undeclared: str = "nothing is declared"
 
     @staticmethod
     def available() -> str | None:

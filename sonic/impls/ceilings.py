@@ -24,6 +24,7 @@ TRIALS = 5
 class Impl(Adapter):
     OPS = frozenset(CEILING_OPS)
     family = "torch"
+    undeclared = "no layer: one matrix product or one copy"
 
     @staticmethod
     def supports(point: Point, device: torch.device) -> str | None:

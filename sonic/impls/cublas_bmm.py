@@ -80,6 +80,7 @@ class _Bound(torch.autograd.Function):
 class Impl(Adapter):
     OPS = frozenset({"experts"})
     family = "torch"
+    undeclared = "a bound: rows are gathered and arranged before the call"
 
     @staticmethod
     def supports(point: Point, device: torch.device) -> str | None:

@@ -19,6 +19,7 @@ from sonic.record import Point
 
 class Impl(KernelPackage):
     family = "triton"
+    #: SwiGLU runs as plain torch, so autograd keeps silu(gate) too, as wide as A, which the paper's formula leaves out.
     properties = Properties(
         gather_fused_forward=True,
         gather_fused_backward=False,
@@ -30,7 +31,7 @@ class Impl(KernelPackage):
         no_scatter_kernel=True,
         efficient_topk=False,
         no_padding=True,
-        kept=("H", "A", "Y"),
+        kept=("H", "A", "A", "Y"),
     )
 
     @staticmethod

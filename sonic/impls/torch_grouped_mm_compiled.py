@@ -15,7 +15,8 @@ from sonic.record import Point
 
 
 class Impl(torch_grouped_mm.Impl):
-    properties = None  # Inductor decides
+    properties = None
+    undeclared = "Inductor decides what is fused and what is kept"
 
     @staticmethod
     def supports(point: Point, device: torch.device) -> str | None:

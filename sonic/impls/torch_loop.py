@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sonic.impls._common import Adapter
+from sonic.impls._common import Adapter, Properties
 from sonic.routers import METHODS, choose, plain_router
 
 
@@ -20,6 +20,20 @@ class Impl(Adapter):
     RAGGED = True
     ROUTERS = frozenset(METHODS)
     family = "torch"
+    #: Autograd keeps silu(gate) too, as wide as A, and Y times its score, which `index_add_` is given.
+    properties = Properties(
+        gather_fused_forward=False,
+        gather_fused_backward=False,
+        activation_fused=False,
+        d_activation_fused=False,
+        ds_from_da=False,
+        d_act_whole=False,
+        io_overlapped=False,
+        no_scatter_kernel=False,
+        efficient_topk=False,
+        no_padding=True,
+        kept=("Xe", "H", "A", "A", "Y", "Y"),
+    )
 
     def forward(self) -> torch.Tensor:
         scores_TK, ids_TK = self.scores_TK, self.ids_TK

@@ -20,6 +20,7 @@ from sonic.routers import score_dtype
 class Impl(Adapter):
     OPS = frozenset({"router_topk"})
     family = "torch"
+    undeclared = "no layer: the router's top-K alone"
 
     @staticmethod
     def supports(point: Point, device: torch.device) -> str | None:

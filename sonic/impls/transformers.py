@@ -27,6 +27,7 @@ MAJOR = 5
 class Impl(Adapter):
     OPS = frozenset({"layer"})
     family = "torch"
+    undeclared = "its version and experts_implementation decide"
     #: Forces the per-expert loop.
     EAGER = False
 

@@ -27,8 +27,8 @@ import triton.language as tl
 from sonic.kernels.common import INTERPRET, Cost, cdiv, launch_sized, next_power_of_2
 from sonic.shapes import Shape
 
-#: Slots per program; every pair of them is compared for the rank within the block.
-_BLOCK = 128
+#: Slots per program, which the scatter sorts by expert.
+_BLOCK = 512
 #: Slots per program of `restore`.
 _RESTORE_BLOCK = 512
 #: Blocks and experts that one step of the prefix sum takes.
@@ -157,6 +157,11 @@ def _write_tile_map(
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
 def _scatter_kernel(
     ids_ptr, partial_ptr, offsets_ptr, slot_idx_ptr, gather_idx_ptr, row_idx_ptr, table_ptr,
     R, E, K, blocks, limit, BLOCK: tl.constexpr, E_PAD: tl.constexpr, TILE_M: tl.constexpr, MAP_BLOCK: tl.constexpr,
@@ -166,21 +171,20 @@ def _scatter_kernel(
     if block >= blocks:
         _write_tile_map(table_ptr, (block - blocks) * MAP_BLOCK, offsets_ptr, E, limit, TILE_M, MAP_BLOCK, E_PAD)
     else:
-        slots = block * BLOCK + tl.arange(0, BLOCK)
-        inside = slots < R
-        ids = tl.load(ids_ptr + slots, mask=inside, other=-1)
-        start = tl.load(offsets_ptr + ids, mask=inside, other=0)
-        before = tl.load(partial_ptr + block.to(tl.int64) * E + ids, mask=inside, other=0)
-        row = start + before
-        # plus the rank among the earlier slots of the block with the same expert: all pairs, 32 at a time to save
-        # registers
-        for first in tl.range(block * BLOCK, (block + 1) * BLOCK, 32):
-            others = first + tl.arange(0, 32)
-            same = ids[:, None] == tl.load(ids_ptr + others, mask=others < R, other=-1)[None, :]
-            row += tl.sum((same & (others[None, :] < slots[:, None])).to(tl.int32), axis=1)
-        tl.store(slot_idx_ptr + row, slots, mask=inside)
-        tl.store(gather_idx_ptr + row, slots // K, mask=inside)
-        tl.store(row_idx_ptr + slots, row, mask=inside)
+        i = tl.arange(0, BLOCK)
+        slots = block * BLOCK + i
+        ids = tl.load(ids_ptr + slots, mask=slots < R, other=E)
+        # sorted by expert, slots of one expert in their order: the rank among them is the distance to the first
+        key = tl.sort(ids * BLOCK + i)
+        expert, slot = key // BLOCK, block * BLOCK + key % BLOCK
+        inside = expert < E
+        first = (i == 0) | (tl.gather(expert, tl.maximum(i - 1, 0), 0) != expert)
+        rank = i - tl.associative_scan(tl.where(first, i, 0), 0, _larger)
+        start = tl.load(offsets_ptr + expert, mask=inside, other=0)
+        row = start + tl.load(partial_ptr + block.to(tl.int64) * E + expert, mask=inside, other=0) + rank
+        tl.store(slot_idx_ptr + row, slot, mask=inside)
+        tl.store(gather_idx_ptr + row, slot // K, mask=inside)
+        tl.store(row_idx_ptr + slot, row, mask=inside)
 
 
 @triton.jit
@@ -261,7 +265,7 @@ def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
                 ids_TK, partial, out.offsets_E1, out.slot_idx_R, out.gather_idx_R, out.row_idx_R, tiles.table,
                 R, E, K, blocks, tiles.limit, _BLOCK, e_pad, _TILE_M, per_program,
             ),
-            {},
+            {"num_warps": 8},
         ),
     )  # fmt: skip
     return out
