@@ -49,7 +49,10 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     beside = [impl for impl in paper.FIG23_TBPS if (data.impl == impl).any() and not common.on_cpu(data)]
     for ax, dtype in zip(sheet.axes[:, 0], dtypes, strict=True):
         form = ".2g" if common.on_cpu(data) else ".0f"
-        common.draw_bars(ax, data[data.dtype == dtype], styles, "place", "gbps", places, data.gbps.max(), form)
+        part = data[data.dtype == dtype]
+        # a family runs one dtype: the other's panel has no place for it
+        own = {series: style for series, style in styles.items() if (part.series == series).any()}
+        common.draw_bars(ax, part, own, "place", "gbps", places, data.gbps.max(), form)
         for impl in beside:
             low, high = (1e3 * edge for edge in paper.FIG23_TBPS[impl])
             at = ax.get_yaxis_transform()

@@ -163,7 +163,7 @@ def _larger(a, b):
 
 @triton.jit
 def _scatter_kernel(
-    ids_ptr, partial_ptr, offsets_ptr, slot_idx_ptr, gather_idx_ptr, row_idx_ptr, table_ptr,
+    ids_ptr, partial_ptr, offsets_ptr, token_ptr, slot_idx_ptr, gather_idx_ptr, row_idx_ptr, table_ptr,
     R, E, K, blocks, limit, BLOCK: tl.constexpr, E_PAD: tl.constexpr, TILE_M: tl.constexpr, MAP_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first `blocks` programs place their slots, the others write the tile map."""
@@ -182,8 +182,9 @@ def _scatter_kernel(
         rank = i - tl.associative_scan(tl.where(first, i, 0), 0, _larger)
         start = tl.load(offsets_ptr + expert, mask=inside, other=0)
         row = start + tl.load(partial_ptr + block.to(tl.int64) * E + expert, mask=inside, other=0) + rank
+        token = slot // K if token_ptr is None else tl.load(token_ptr + slot, mask=inside, other=0)
         tl.store(slot_idx_ptr + row, slot, mask=inside)
-        tl.store(gather_idx_ptr + row, slot // K, mask=inside)
+        tl.store(gather_idx_ptr + row, token, mask=inside)
         tl.store(row_idx_ptr + slot, row, mask=inside)
 
 
@@ -220,11 +221,12 @@ def _map_block(e_pad: int) -> int:
     return 64 if INTERPRET else max(2, min(64, 2048 // e_pad))
 
 
-def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
+def metadata(ids_TK: torch.Tensor, E: int, token_R: torch.Tensor | None = None) -> Metadata:
     """Sort the rows of a routing by expert.
 
-    ids_TK (T, K) int32, contiguous, every value in [0, E); E experts, at most 4096. Returns `Metadata` on the same
-    device, with the map of tiles of the usual height in it.
+    ids_TK (T, K) int32, contiguous, every value in [0, E); E experts, at most 4096. token_R (R,) int32 names the token
+    of a slot where that is not t. Returns `Metadata` on the same device, with the map of tiles of the usual height in
+    it.
     """
     T, K = ids_TK.shape
     R = T * K
@@ -241,7 +243,7 @@ def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
     sizes = (R, E, K)
     launch_sized(
         _histogram_kernel, sizes, (ids_TK, partial, finished),
-        lambda: ((blocks,), (ids_TK, partial, finished, R, E, _BLOCK, e_pad), {}),
+        lambda: ((blocks,), (ids_TK, partial, finished, R, E, _BLOCK, e_pad), {"num_warps": 16 if e_pad > 1024 else 4}),
     )  # fmt: skip
     launch_sized(
         _prefix_kernel, sizes, (partial, counts, finished, out.offsets_E1),
@@ -257,12 +259,12 @@ def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
     tiles = out.maps[_TILE_M] = _new_tile_map(out.offsets_E1, R, _TILE_M)
     per_program = _map_block(e_pad)
     launch_sized(
-        _scatter_kernel, sizes,
-        (ids_TK, partial, out.offsets_E1, out.slot_idx_R, out.gather_idx_R, out.row_idx_R, tiles.table),
+        _scatter_kernel, (*sizes, token_R is None),
+        (ids_TK, partial, out.offsets_E1, token_R, out.slot_idx_R, out.gather_idx_R, out.row_idx_R, tiles.table),
         lambda: (
             (blocks + cdiv(tiles.limit, per_program),),
             (
-                ids_TK, partial, out.offsets_E1, out.slot_idx_R, out.gather_idx_R, out.row_idx_R, tiles.table,
+                ids_TK, partial, out.offsets_E1, token_R, out.slot_idx_R, out.gather_idx_R, out.row_idx_R, tiles.table,
                 R, E, K, blocks, tiles.limit, _BLOCK, e_pad, _TILE_M, per_program,
             ),
             {"num_warps": 8},
@@ -271,7 +273,7 @@ def metadata(ids_TK: torch.Tensor, E: int) -> Metadata:
     return out
 
 
-def metadata_torch(ids_TK: torch.Tensor, E: int) -> Metadata:
+def metadata_torch(ids_TK: torch.Tensor, E: int, token_R: torch.Tensor | None = None) -> Metadata:
     """Plain-torch twin of `metadata`."""
     T, K = ids_TK.shape
     flat = ids_TK.flatten()
@@ -280,7 +282,8 @@ def metadata_torch(ids_TK: torch.Tensor, E: int) -> Metadata:
     row_idx = torch.empty_like(slot_idx)
     row_idx[slot_idx] = torch.arange(flat.numel(), device=flat.device)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return Metadata(offsets.int(), slot_idx.int(), (slot_idx // K).int(), row_idx.int(), T)
+    token = slot_idx // K if token_R is None else token_R[slot_idx]
+    return Metadata(offsets.int(), slot_idx.int(), token.int(), row_idx.int(), T)
 
 
 def restore(

@@ -244,9 +244,7 @@ def plan_of_pairs_torch(
 
 
 def _of_pairs(sort, token_R, ids_R, scores_R, token_offsets_T1, E) -> Plan:
-    meta = sort(ids_R.view(-1, 1), E)
-    gather = token_R.index_select(0, meta.slot_idx_R)
-    meta = replace(meta, gather_idx_R=gather, T=token_offsets_T1.numel() - 1)
+    meta = replace(sort(ids_R.view(-1, 1), E, token_R), T=token_offsets_T1.numel() - 1)
     return Plan(meta, token_offsets_T1, ids_R, scores_R)
 
 
@@ -284,9 +282,11 @@ def sum_rows(y_Rd: torch.Tensor, plan: Plan, scores_R: torch.Tensor | None) -> t
     if T:
         block_d = min(2048, next_power_of_2(d))
         block_t = 32 if INTERPRET else max(1, 1024 // block_d)
+        # as many rows in flight as most tokens have: more would be loads that are masked off
+        unroll = min(8, next_power_of_2(max(1, round(plan.limit / T))))
         launch(
             _sum_rows_kernel, (cdiv(T, block_t), cdiv(d, block_d)),
-            (y_Rd, plan.meta.row_idx_R, scores_R, plan.token_offsets_T1, o, T, d, 8, block_t, block_d),
+            (y_Rd, plan.meta.row_idx_R, scores_R, plan.token_offsets_T1, o, T, d, unroll, block_t, block_d),
             num_warps=4,
         )  # fmt: skip
     return o
