@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, lru_cache, wraps
+from functools import cache, lru_cache, partial, wraps
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -53,6 +53,7 @@ class Steps:
     metadata: Callable
     restore: Callable
     gather_rows: Callable
+    scores_of_y: Callable
     up_proj: Callable
     swiglu: Callable
     down_proj: Callable
@@ -90,17 +91,24 @@ class Choices:
     activation: Literal["fused", "separate"] = "fused"
     aggregate: Literal["gather_sum", "scatter_sum", "atomic"] = "gather_sum"
     tiles: Mapping[str, Tile] = field(default_factory=dict)
+    ds: Literal["from_da", "from_y"] = "from_da"
+    cache: Literal["h", "h_a", "h_a_y", "none"] = "h"
     #: All of it as one string, made once: an operator takes no Python objects.
     encoded: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Choices)
         allowed = {"family": tuple(FAMILIES)}
-        allowed |= {name: get_args(kinds[name]) for name in ("w1_layout", "gather", "activation", "aggregate")}
+        knobs = ("w1_layout", "gather", "activation", "aggregate", "ds", "cache")
+        allowed |= {name: get_args(kinds[name]) for name in knobs}
         plain = {name: getattr(self, name) for name in allowed}
         for name, value in plain.items():
             if value not in allowed[name]:
                 raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed[name])}")
+        if self.keeps_y and self.aggregate == "atomic":
+            raise ValueError(f"aggregate is 'atomic', which leaves no Y; ds={self.ds} and cache={self.cache} keep Y")
+        if self.ds == "from_y" and self.cache == "none":
+            raise ValueError("ds is 'from_y', which keeps Y; cache=none keeps nothing")
         plain["tiles"] = {name: asdict(tile) for name, tile in self.tiles.items()}
         object.__setattr__(self, "encoded", json.dumps(plain))
 
@@ -119,6 +127,19 @@ class Choices:
     def into(self) -> Into:
         """Where a grouped GEMM leaves its result for this way to aggregate."""
         return _INTO[self.aggregate]
+
+    @property
+    def keeps_a(self) -> bool:
+        return self.cache in ("h_a", "h_a_y")
+
+    @property
+    def keeps_y(self) -> bool:
+        return self.ds == "from_y" or self.cache == "h_a_y"
+
+    @property
+    def keeps_h_alone(self) -> bool:
+        """Whether the backward gets what the layer is made for: H, and dS from dA."""
+        return self.ds == "from_da" and self.cache == "h"
 
     def tile(self, kernel: str) -> dict[str, Tile]:
         """Keyword argument of a kernel's launcher: the tile asked for, or nothing."""
@@ -188,10 +209,22 @@ def _rows(t: Tensor) -> Tensor:
     return t.contiguous()
 
 
+class Extras(NamedTuple):
+    """What an ablation hands to its backward beside H: gathered rows of X, A, and Y as a grouped GEMM left it."""
+
+    xe: Tensor | None = None
+    a: Tensor | None = None
+    y: Tensor | None = None
+
+
+#: What the layer hands on: nothing beside H.
+_NO_EXTRAS = Extras()
+
+
 class Kept(NamedTuple):
     """What a forward hands to its backward, beside the inputs.
 
-    H is empty when no backward will come, ids are empty when the router was not ours.
+    H is empty when no backward will come or recomputes it, ids are empty when the router was not ours.
     """
 
     h: Tensor
@@ -228,19 +261,22 @@ def _summed(
     return c.steps.aggregate(y, meta.row_idx_R if c.into == "rows" else None, scores, meta.T, K)
 
 
-def _up(x: Tensor, w1: Tensor, meta: _metadata.Metadata, c: Choices, keep: bool) -> tuple[Tensor | None, Tensor]:
-    """H, which may be None unless it is to be kept, and A."""
+def _up(
+    x: Tensor, w1: Tensor, meta: _metadata.Metadata, c: Choices, with_h: bool, with_a: bool = True
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """H and A where they are asked for, and the rows of X where a kernel gathered them."""
     steps, fused = c.steps, c.gather == "fused"
-    rows = x if fused else steps.gather_rows(x, meta.gather_idx_R)
+    xe = None if fused else steps.gather_rows(x, meta.gather_idx_R)
+    call = partial(steps.up_proj, x if fused else xe, c.w1_view(w1), meta, gather=fused, **c.tile("up_proj"))
     if c.activation == "fused":
-        return steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_h=keep, **c.tile("up_proj"))
-    h, _ = steps.up_proj(rows, c.w1_view(w1), meta, gather=fused, with_act=False, **c.tile("up_proj"))
-    return h, steps.swiglu(h)
+        return *call(with_h=with_h, with_act=with_a), xe
+    h, _ = call(with_act=False)
+    return h, steps.swiglu(h) if with_a else None, xe
 
 
 def _expert_grads(
     do: Tensor, x: Tensor, w1: Tensor, w2: Tensor, h: Tensor, scores_R: Tensor, meta: _metadata.Metadata, c: Choices,
-    needs: Sequence[bool], summed: Callable[[Tensor], Tensor],
+    needs: Sequence[bool], summed: Callable[[Tensor], Tensor], extras: Extras = _NO_EXTRAS,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """dX of the experts, the partial sums of dS in row order, dW1, dW2; dX, dW1 and dW2 where they are needed.
 
@@ -248,31 +284,45 @@ def _expert_grads(
     """
     steps, fused = c.steps, c.gather == "fused"
     need_x, need_w1, need_w2 = needs
-    dx = dw1 = dw2 = None
-    do_rows = do if fused else steps.gather_rows(do, meta.gather_idx_R)
-    if c.activation == "fused":
-        dh, ap, ds = steps.d_act(do_rows, w2, h, scores_R, meta, gather=fused, **c.tile("d_act"))
+    dx = dw1 = dw2 = ds_of_y = None
+    xe, a, y = extras
+    if c.cache == "none":
+        h, _, xe = _up(x, w1, meta, c, True, with_a=False)
+    in_place, with_ap = fused, {}
+    if c.ds == "from_y":
+        # dY = s dO in rows of its own, so that what follows knows no scores and A takes the place of A'
+        do_rows, in_place = steps.gather_rows(do, meta.gather_idx_R, scores_R), False
+        ds_of_y = steps.scores_of_y(do, y, meta.gather_idx_R, None if c.into == "rows" else meta.slot_idx_R)
+        scores_R = torch.ones_like(scores_R)
+        with_ap = {"with_ap": False} if a is not None else {}
     else:
-        da = steps.d_act_gemm(do_rows, w2, meta, gather=fused, **c.tile("d_act"))
-        dh, ap, ds = steps.d_swiglu(da, h, scores_R)
+        do_rows = do if fused else steps.gather_rows(do, meta.gather_idx_R)
+    if c.activation == "fused":
+        dh, ap, ds = steps.d_act(do_rows, w2, h, scores_R, meta, gather=in_place, **with_ap, **c.tile("d_act"))
+    else:
+        da = steps.d_act_gemm(do_rows, w2, meta, gather=in_place, **c.tile("d_act"))
+        dh, ap, ds = steps.d_swiglu(da, h, scores_R, **with_ap)
     if need_w2:
         dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
-        steps.weight_grad_2(do_rows, ap, dw2, meta, gather=fused, **c.tile("weight_grad_2"))
+        operand = a if ap is None else ap
+        steps.weight_grad_2(do_rows, operand, dw2, meta, gather=in_place, **c.tile("weight_grad_2"))
+        del operand
     del ap, do_rows  # not needed beside dXt, which is the largest
     if need_x:
         dx = summed(steps.d_input(dh, c.w1_view(w1), meta, into=c.into, **c.tile("d_input")))
     if need_w1:
         dw1 = torch.empty(w1.shape, dtype=w1.dtype, device=w1.device)
-        x_rows = x if fused else steps.gather_rows(x, meta.gather_idx_R)
-        steps.weight_grad_1(x_rows, dh, c.w1_view(dw1), meta, gather=fused, **c.tile("weight_grad_1"))
-    return dx, ds, dw1, dw2
+        if not fused and xe is None:
+            xe = steps.gather_rows(x, meta.gather_idx_R)
+        steps.weight_grad_1(x if fused else xe, dh, c.w1_view(dw1), meta, gather=fused, **c.tile("weight_grad_1"))
+    return dx, ds if ds_of_y is None else ds_of_y, dw1, dw2
 
 
 @_without_autocast
 def _forward(
     x: Tensor, router_w: Tensor | None, ids: Tensor | None, scores: Tensor | None, w1: Tensor, w2: Tensor,
     K: int, c: Choices, keep: bool,
-) -> tuple[Tensor, Kept]:  # fmt: skip
+) -> tuple[Tensor, Kept, Extras]:  # fmt: skip
     """O (T, d): routed by router_w, or by ids and scores (T, K) where it is None."""
     steps = c.steps
     w1, w2 = _rows_last(w1), _rows_last(w2)
@@ -280,11 +330,17 @@ def _forward(
         logits = F.linear(x.to(router_w.dtype), router_w)
         scores, ids = steps.router_topk(logits, K)
     meta = steps.metadata(ids, w1.shape[0])
-    h, a = _up(_rows(x), w1, meta, c, keep)
+    keeps_h = keep and c.cache != "none"
+    h, a, xe = _up(_rows(x), w1, meta, c, keeps_h)
+    if c.cache != "h_a_y":
+        xe = None  # not needed beside Y
     y = steps.down_proj(a, w2, meta, into=c.into, scores=scores, **c.tile("down_proj"))
     o = _summed(y, c, meta, scores, K, x.dtype)
     kept_ids = ids if router_w is not None else ids.new_empty(0)
-    return o, Kept(h if keep else x.new_empty(0), kept_ids, scores, meta.row_idx_R, meta.offsets_E1)
+    extras = _NO_EXTRAS
+    if keep and not c.keeps_h_alone:
+        extras = Extras(xe, a if c.keeps_a else None, y if c.keeps_y else None)
+    return o, Kept(h if keeps_h else x.new_empty(0), kept_ids, scores, meta.row_idx_R, meta.offsets_E1), extras
 
 
 @_without_autocast
@@ -297,6 +353,7 @@ def _backward(
     kept: Kept,
     c: Choices,
     needs: Sequence[bool],
+    extras: Extras = _NO_EXTRAS,
 ) -> list[Tensor | None]:
     """dX, the routing's gradient (router_w's, or dS without a router), dW1, dW2; None for one that nobody needs."""
     steps = c.steps
@@ -308,7 +365,7 @@ def _backward(
     x, do = _rows(x), _rows(do)
     dx, ds, dw1, dw2 = _expert_grads(
         do, x, w1, w2, kept.h, scores_R, meta, c, (need_x, need_w1, need_w2),
-        lambda dxt: _summed(dxt, c, meta, None, K, x.dtype),
+        lambda dxt: _summed(dxt, c, meta, None, K, x.dtype), extras,
     )  # fmt: skip
     if router_w is None:
         drouting = steps.d_scores(ds, kept.row_idx).view(T, K) if need_routing else None
@@ -336,9 +393,9 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, router_w, ids, scores, w1, w2, K, c, keep) -> Tensor:  # noqa: ANN001
-        o, kept = _forward(x, router_w, ids, scores, w1, w2, K, c, keep)
+        o, kept, extras = _forward(x, router_w, ids, scores, w1, w2, K, c, keep)
         if keep:
-            ctx.save_for_backward(x, router_w, w1, w2, *kept)
+            ctx.save_for_backward(x, router_w, w1, w2, *kept, *(() if c.keeps_h_alone else extras))
             ctx.choices = c
         return o
 
@@ -346,7 +403,8 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do):  # noqa: ANN001, ANN205
         def run(kept: Sequence[Tensor], needs: list[bool], *inputs: Tensor | None) -> list[Tensor | None]:
-            return _backward(do, *inputs, Kept(*kept), ctx.choices, needs)
+            kept, extras = Kept(*kept[: len(Kept._fields)]), Extras(*kept[len(Kept._fields) :])
+            return _backward(do, *inputs, kept, ctx.choices, needs, extras)
 
         return _input_grads(ctx, run)
 
@@ -365,7 +423,7 @@ def _forward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """O and what is kept; scores are empty where they were an input, which an operator must not return."""
     with _device_of(x):
-        o, kept = _forward(x, router_w, ids, scores, w1, w2, K, Choices.decode(choices), keep)
+        o, kept, _ = _forward(x, router_w, ids, scores, w1, w2, K, Choices.decode(choices), keep)
     return o, *(kept if router_w is not None else kept._replace(scores=scores.new_empty(0)))
 
 
@@ -426,6 +484,8 @@ def _run(
     inputs = (x, router_w, scores, w1, w2)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     if torch.compiler.is_compiling():
+        if not c.keeps_h_alone:
+            raise ValueError(f"ds is {c.ds!r} and cache {c.cache!r}; torch.compile runs 'from_da' and 'h' alone")
         return _forward_op(x, router_w, ids, scores, w1, w2, K, c.encoded, keep)[0]
     with _device_of(x):
         return _Layer.apply(x, router_w, ids, scores, w1, w2, K, c, keep)
@@ -571,7 +631,7 @@ def _forward_plan(
 ) -> tuple[Tensor, Tensor | None]:
     """O (T, d), and H if it is to be kept."""
     w1, w2 = _rows_last(w1), _rows_last(w2)
-    h, a = _up(_rows(x), w1, plan.meta, c, keep)
+    h, a, _ = _up(_rows(x), w1, plan.meta, c, keep)
     y = c.steps.down_proj(a, w2, plan.meta, **c.tile("down_proj"))
     return _token_sums(c).sum_rows(y, plan, scores), h if keep else None
 
@@ -653,6 +713,8 @@ def experts_plan(
     c = _choose(family, w1_layout, choices, x, w2)
     if c.into != "rows":
         raise ValueError(f"aggregate is {c.aggregate!r}; a plan has a varying number of rows per token: gather_sum")
+    if not c.keeps_h_alone:
+        raise ValueError(f"ds is {c.ds!r} and cache {c.cache!r}; a plan runs with 'from_da' and 'h' alone")
     if c.family == "torch":
         plan = plan.exact()
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32

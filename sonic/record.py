@@ -46,7 +46,7 @@ Op = Literal[
     "layer", "experts",
     "router_topk", "metadata", "up_proj", "down_proj", "aggregate",
     "d_act", "d_input", "weight_grad_1", "weight_grad_2",
-    "routing",
+    "routing", "combine",
     "matmul", "copy",
 ]  # fmt: skip
 OPS: tuple[Op, ...] = get_args(Op)
@@ -110,15 +110,20 @@ class Routing(Strict):
 
 
 class Knobs(Strict):
-    """Ablation switches of the `sonic` layer (design section 6). `family=auto` becomes what ran in a row."""
+    """Ablation switches of the `sonic` layer (design section 6). `family=auto` becomes what ran in a row.
+
+    `gather=given` is for one kernel alone: its rows lie in expert order already. `ds=from_y` keeps Y for the backward,
+    `cache=h_a_y` all that a plain autograd would keep, `none` recomputes H. A `schedule` of null leaves each kernel its
+    own; `static_map` launches a program per tile.
+    """
 
     family: Literal["auto", "hopper", "triton", "torch"] = "auto"
-    gather: Literal["fused", "separate"] = "fused"
+    gather: Literal["fused", "separate", "given"] = "fused"
     activation: Literal["fused", "separate"] = "fused"
-    ds: Literal["from_da"] = "from_da"
-    cache: Literal["h"] = "h"
+    ds: Literal["from_da", "from_y"] = "from_da"
+    cache: Literal["h", "h_a", "h_a_y", "none"] = "h"
     aggregate: Literal["gather_sum", "scatter_sum", "atomic"] = "gather_sum"
-    schedule: Literal["cooperative", "pingpong"] | None = None
+    schedule: Literal["cooperative", "pingpong", "persistent", "static_map"] | None = None
     order: Literal["grouped"] | None = None
     index: Literal["int64"] | None = None
 
@@ -155,7 +160,8 @@ class Settings(Strict):
     warmup_ms of calls before `samples` timed ones; `graph` adds CUDA-graph replay, `profile` the times per kernel; `l2`
     says whether the cache is flushed between samples; `tune` picks committed tiles, a search, or each kernel's default.
     `fresh` measures every point in a child of its own: the profiler may stay attached to a process after its first use,
-    which lengthens every later launch and so `enqueue_us`.
+    which lengthens every later launch and so `enqueue_us`. `counters` reads the card's own byte counters of one more
+    call (`sonic.counters`), in a process of its own, which takes about half a minute.
     """
 
     warmup_ms: float = Field(default=25.0, ge=0)
@@ -165,6 +171,7 @@ class Settings(Strict):
     profile: bool = True
     tune: Literal["cached", "full", "off"] = "cached"
     fresh: bool = False
+    counters: bool = False
 
 
 class Method(Strict):
@@ -188,14 +195,23 @@ class Counters(Strict):
 
 
 class KernelTime(Strict):
-    """One kernel of the timed pass: median microseconds, model FLOPs and bytes where its cost model knows them."""
+    """One kernel of the timed pass: median microseconds, model FLOPs and bytes where its cost model knows them.
+
+    `bytes` counts a gathered row at every use, `bytes_once` once. The last four are its own hardware counters, null
+    where they were not read.
+    """
 
     name: str
     us: float
     calls: int = 1
     flops: int | None = None
     bytes: int | None = None
+    bytes_once: int | None = None
     tile: dict[str, int] | None = None
+    dram_read: int | None = None
+    dram_write: int | None = None
+    l2_hit: float | None = None
+    tensor_pipe: float | None = None
 
 
 class Clocks(Strict):

@@ -37,6 +37,7 @@ TILES = {
     "own": None,
     "small": Tile(32, 64, 32, store="pointer", group=1),
     "split": Tile(64, 64, 64, split=2, flatten=True),
+    "static": Tile(32, 64, 32, store="pointer", persistent=False),
 }
 
 
@@ -76,6 +77,8 @@ class Case:
     activation: str = "fused"
     aggregate: str = "gather_sum"
     tile: str = "own"
+    ds: str = "from_da"
+    cache: str = "h"
 
     @property
     def id(self) -> str:
@@ -91,6 +94,8 @@ class Case:
             gather=self.gather,
             activation=self.activation,
             aggregate=self.aggregate,
+            ds=self.ds,
+            cache=self.cache,
             tiles=dict.fromkeys(GEMMS, tile) if tile and family == "triton" else {},
         )
 

@@ -59,7 +59,17 @@ CASES = [
     Case(17, 3, 5, 72, 40, "fp16"),
     Case(17, 6, 7, 192, 20, "fp32"),
     Case(130, 8, 300, 72, 40, "fp32"),
-]
+    Case(17, 3, 5, 72, 40, "fp32", gather="separate", activation="separate", aggregate="scatter_sum", tile="static",
+         ds="from_y", cache="h_a_y"),
+    Case(17, 3, 5, 72, 64, "bf16", activation="separate", aggregate="scatter_sum", ds="from_y", cache="h_a_y"),
+    Case(33, 3, 8, 64, 64, "bf16", routing="empty", ds="from_y", cache="h_a", tile="static"),
+    Case(17, 2, 5, 72, 39, "fp32", ds="from_y"),
+    Case(17, 3, 5, 71, 40, "fp32", cache="h_a"),
+    Case(17, 3, 5, 72, 40, "fp32", gather="separate", cache="h_a_y"),
+    Case(33, 3, 8, 64, 64, "bf16", cache="none", tile="split"),
+    Case(17, 3, 5, 72, 40, "fp32", gather="separate", activation="separate", aggregate="atomic", cache="none"),
+    Case(0, 3, 5, 72, 40, "fp32", ds="from_y", cache="h_a_y", aggregate="scatter_sum"),
+]  # fmt: skip
 SMALL = Case(17, 3, 5, 72, 40)
 
 
@@ -239,11 +249,24 @@ def test_without_grad_nothing_is_kept() -> None:
     check_equal("no_grad", "o", silent, run(SMALL, draw(SMALL))["o"])
 
 
+KEPT_MORE = [
+    ({}, ""),
+    ({"cache": "h_a"}, "a"),
+    ({"cache": "h_a_y"}, "ay"),
+    ({"cache": "h_a_y", "gather": "separate", "activation": "separate"}, "ayx"),
+    ({"ds": "from_y"}, "y"),
+    ({"ds": "from_y", "cache": "h_a", "aggregate": "scatter_sum"}, "ay"),
+]
+
+
+@pytest.mark.parametrize(("knobs", "more"), KEPT_MORE, ids=str)
 @pytest.mark.parametrize("E", [5, 60])
-def test_bytes_kept_for_the_backward(E: int) -> None:
-    """2Td + 4TKn and at most 16 bytes a pair, plus the experts' offsets; weights are the caller's."""
+def test_bytes_kept_for_the_backward(E: int, knobs: dict[str, str], more: str) -> None:
+    """2Td + 4TKn and at most 16 bytes a pair, plus the experts' offsets; weights are the caller's. An ablation keeps A,
+    Y and gathered rows of X on top."""
     T, K, d, n = 33, 3, 72, 40
-    inputs = draw(Case(T, K, E, d, n, "bf16"))
+    case = Case(T, K, E, d, n, "bf16", **knobs)
+    inputs = draw(case)
     weights = {inputs.leaves[name].untyped_storage().data_ptr() for name in ("router_w", "w1", "w2")}
     kept = {}
 
@@ -252,10 +275,10 @@ def test_bytes_kept_for_the_backward(E: int) -> None:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        o = layer.moe(inputs.x, inputs.router_w, inputs.w1, inputs.w2, K, family="triton")
+        o = layer.moe(inputs.x, inputs.router_w, inputs.w1, inputs.w2, K, choices=case.choices())
     assert o.requires_grad
     held = sum(size for at, size in kept.items() if at not in weights)
-    core = 2 * T * d + 4 * T * K * n
+    core = 2 * T * d + 4 * T * K * n + sum(2 * T * K * {"a": n, "y": d, "x": d}[name] for name in more)
     assert core + 12 * T * K <= held <= core + 16 * T * K + 8 * (E + 1)
 
 
@@ -528,7 +551,36 @@ def test_copies_of_transposed_weights_are_not_kept():
     assert w1.grad is not None and w1.grad.shape == w1.shape
 
 
-@pytest.mark.parametrize("name", ["family", "w1_layout", "gather", "activation", "aggregate"])
+def test_recomputing_keeps_no_h() -> None:
+    case = Case(33, 3, 5, 72, 40, cache="none")
+    inputs, kept = draw(case), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        layer.moe(inputs.x, inputs.router_w, inputs.w1, inputs.w2, 3, choices=case.choices())
+    assert (99, 80) not in kept and (33, 72) in kept
+
+
+@pytest.mark.parametrize(
+    ("knobs", "text"),
+    [
+        ({"ds": "from_y", "aggregate": "atomic"}, "aggregate is 'atomic', which leaves no Y"),
+        ({"cache": "h_a_y", "aggregate": "atomic"}, "aggregate is 'atomic', which leaves no Y"),
+        ({"ds": "from_y", "cache": "none"}, "ds is 'from_y', which keeps Y; cache=none keeps nothing"),
+    ],
+    ids=str,
+)
+def test_choices_that_exclude_each_other(knobs: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        layer.Choices(**knobs)
+
+
+def test_ablations_of_what_is_kept_are_not_compiled() -> None:
+    i, choices = draw(SMALL), layer.Choices("torch", cache="h_a")
+    compiled = torch.compile(layer.moe, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="torch.compile runs 'from_da' and 'h' alone"):
+        compiled(i.x, i.router_w, i.w1, i.w2, 3, choices=choices)
+
+
+@pytest.mark.parametrize("name", ["family", "w1_layout", "gather", "activation", "aggregate", "ds", "cache"])
 def test_choices_refuse_what_no_kernel_knows(name: str):
     with pytest.raises(ValueError, match=f"{name} is 'typo'; allowed: "):
         layer.Choices(**{name: "typo"})

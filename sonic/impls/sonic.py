@@ -37,7 +37,7 @@ from sonic.kernels import (
 )
 from sonic.kernels.common import SMEM_LIMIT, Cost, HopperTile, Tile, TileTooLarge
 from sonic.problem import DTYPES, Problem
-from sonic.record import KERNEL_OPS, KernelTime, Point
+from sonic.record import KERNEL_OPS, LAYER_OPS, KernelTime, Point
 
 #: Name of the Triton function that a step launches.
 _FUNCTIONS = {
@@ -71,7 +71,9 @@ _BACKWARD = ("d_act", "weight_grad_2", "d_input", "aggregate", "weight_grad_1")
 _GEMMS = {"up_proj": 4, "down_proj": 2, "d_act": 2, "d_input": 4, "weight_grad_1": 4, "weight_grad_2": 2}
 
 #: The ablation knobs at rest; the byte model describes these.
-_PLAIN = {"gather": "fused", "activation": "fused", "aggregate": "gather_sum"}
+_PLAIN = {"gather": "fused", "activation": "fused", "aggregate": "gather_sum", "ds": "from_da", "cache": "h"}
+#: Schedules that a family's kernels have.
+_SCHEDULES = {"triton": ("persistent", "static_map"), "hopper": ("persistent", "cooperative", "pingpong")}
 
 #: Two routers that add a token's scores in another order may rank the pairs at the border of an expert differently:
 #: this share of all pairs is exchanged at most.
@@ -136,7 +138,8 @@ class _Tiling:
         Raises ValueError for a tile that the family cannot run, TileTooLarge for one that does not fit.
         """
         spec, schedule = self.point.tile, self.point.knobs.schedule
-        if schedule is None and not any(v is not None for v in spec.model_dump(exclude={"kernel"}).values()):
+        sized = any(v is not None for v in spec.model_dump(exclude={"kernel"}).values())
+        if schedule in (None, "persistent") and not sized:
             return {}
         tiles = {}
         for step in [spec.kernel] if spec.kernel else _GEMMS:
@@ -150,7 +153,7 @@ class _Tiling:
         tile = self.known(step) or self.candidates(step)[0]
         if isinstance(tile, HopperTile):
             # the weight gradients have one schedule, which a request for the others leaves alone
-            if schedule not in (None, tile.schedule) and not step.startswith("weight_grad"):
+            if schedule not in (None, "persistent", tile.schedule) and not step.startswith("weight_grad"):
                 tile = next(t for t in self.candidates(step) if t.schedule == schedule)
             if spec.warps is not None:
                 raise ValueError(f"tile.warps is {spec.warps}; the hopper family fixes its warps")
@@ -158,6 +161,7 @@ class _Tiling:
             hopper.CHECKS[self.kernel(step)](tile)
             return tile
         tile = tile.override(m=spec.m, n=spec.n, k=spec.k, stages=spec.stages, warps=spec.warps)
+        tile = replace(tile, persistent=schedule != "static_map")
         ring = tile.stages * (tile.m + tile.n) * tile.k * DTYPES[self.point.dtype].itemsize
         # programs share an SM while their rings fit, and while accumulators take half of the registers at most
         ctas = tile.ctas if tile.ctas * ring <= SMEM_LIMIT and tile.ctas * tile.m * tile.n <= 32768 else 1
@@ -182,6 +186,11 @@ def _source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
+def _choices(point: Point, family: str) -> layer.Choices:
+    """The kernels that a point's knobs ask for. ValueError for knobs that exclude each other."""
+    return layer.Choices(family, **{name: getattr(point.knobs, name) for name in _PLAIN})
+
+
 class Impl(Adapter):
     """`sonic` on one problem; see the module."""
 
@@ -200,7 +209,7 @@ class Impl(Adapter):
         kept=("H",),
     )
     KNOBS = frozenset(
-        {"knobs.family", "knobs.gather", "knobs.activation", "knobs.aggregate", "knobs.schedule"}
+        {f"knobs.{name}" for name in ("family", "schedule", *_PLAIN)}
         | {f"tile.{name}" for name in ("m", "n", "k", "stages", "warps", "kernel")}
     )
     OPS = frozenset({"layer", "experts", *KERNEL_OPS})
@@ -219,19 +228,23 @@ class Impl(Adapter):
             for name, value in _PLAIN.items():
                 if getattr(point.knobs, name) != value:
                     return f"knobs.{name} is {getattr(point.knobs, name)!r}; op={point.op} runs with {value!r}"
-        if point.routing.method in routers.RAGGED and point.knobs.aggregate != "gather_sum":
-            return (
-                f"knobs.aggregate is {point.knobs.aggregate!r}; with routing.method={point.routing.method} tokens have "
-                "different numbers of experts, which only 'gather_sum' adds up"
-            )
+        for name in ("aggregate", "ds", "cache"):
+            if point.routing.method in routers.RAGGED and getattr(point.knobs, name) != _PLAIN[name]:
+                return (
+                    f"knobs.{name} is {getattr(point.knobs, name)!r}; with routing.method={point.routing.method} "
+                    f"tokens have different numbers of experts, which runs with {_PLAIN[name]!r} alone"
+                )
         kernel = point.tile.kernel
         if kernel is not None and kernel not in _GEMMS:
             return f"tile.kernel is {kernel!r}; allowed: {', '.join(_GEMMS)}"
         try:
             family = layer.resolve_family(point.knobs.family, device, DTYPES[point.dtype], point.shape.d, point.shape.n)
+            if point.op in LAYER_OPS:
+                _choices(point, family)
             Tile().override(**point.tile.model_dump(exclude={"kernel"}))
-            if point.knobs.schedule is not None and family != "hopper":
-                return f"knobs.schedule is {point.knobs.schedule!r}; only the hopper family has a choice, {family} runs"
+            schedule, allowed = point.knobs.schedule, _SCHEDULES.get(family, ())
+            if schedule is not None and schedule not in allowed:
+                return f"knobs.schedule is {schedule!r}; the {family} family has: {', '.join(allowed) or 'none'}"
             if family == "hopper":
                 _Tiling(point, family).asked()
         except TileTooLarge:
@@ -247,13 +260,7 @@ class Impl(Adapter):
         self.family = layer.resolve_family(
             point.knobs.family, problem.device, problem.dtype, problem.shape.d, problem.shape.n
         )
-        knobs = point.knobs
-        self.choices = layer.Choices(
-            self.family,
-            gather=knobs.gather,
-            activation=knobs.activation,
-            aggregate=knobs.aggregate,
-        )
+        self.choices = _choices(point, self.family)
         self.tiling = _Tiling(point, self.family)
         if self.family != "torch":
             self.choices = replace(self.choices, tiles=self.tiling.asked())

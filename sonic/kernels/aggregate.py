@@ -77,17 +77,24 @@ def aggregate_torch(
 
 
 @triton.jit
-def _gather_rows_kernel(x_ptr, gather_ptr, out_ptr, R, d, stride_x, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+def _gather_rows_kernel(
+    x_ptr, gather_ptr, scores_ptr, out_ptr, R, d, stride_x, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
+):
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (r < R)[:, None] & (cols < d)[None, :]
     token = tl.load(gather_ptr + r, mask=r < R, other=0).to(tl.int64)
     x = tl.load(x_ptr + token[:, None] * stride_x + cols[None, :], mask=mask)
+    if scores_ptr is not None:
+        x = narrow(x.to(tl.float32) * tl.load(scores_ptr + r, mask=r < R)[:, None], out_ptr.dtype.element_ty)
     tl.store(out_ptr + r.to(tl.int64)[:, None] * d + cols[None, :], x, mask=mask)
 
 
-def gather_rows(x_Td: torch.Tensor, gather_idx_R: torch.Tensor) -> torch.Tensor:
-    """Rows (R, d) of x_Td (T, d) in expert order, as a kernel of its own (`gather=separate`)."""
+def gather_rows(x_Td: torch.Tensor, gather_idx_R: torch.Tensor, scores_R: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows (R, d) of x_Td (T, d) in expert order, as a kernel of its own (`gather=separate`).
+
+    Each times its score where scores_R (R,) fp32 is given: dY of dO (`ds=from_y`).
+    """
     R, d = gather_idx_R.numel(), x_Td.shape[1]
     out = torch.empty(R, d, dtype=x_Td.dtype, device=x_Td.device)
     if R:
@@ -96,14 +103,65 @@ def gather_rows(x_Td: torch.Tensor, gather_idx_R: torch.Tensor) -> torch.Tensor:
         launch(
             _gather_rows_kernel,
             (cdiv(R, block_r), cdiv(d, block_d)),
-            (x_Td, gather_idx_R, out, R, d, x_Td.stride(0), block_r, block_d),
+            (x_Td, gather_idx_R, scores_R, out, R, d, x_Td.stride(0), block_r, block_d),
         )
     return out
 
 
-def gather_rows_torch(x_Td: torch.Tensor, gather_idx_R: torch.Tensor) -> torch.Tensor:
+def gather_rows_torch(
+    x_Td: torch.Tensor, gather_idx_R: torch.Tensor, scores_R: torch.Tensor | None = None
+) -> torch.Tensor:
     """Plain-torch twin of `gather_rows`."""
-    return x_Td[gather_idx_R.long()]
+    rows = x_Td[gather_idx_R.long()]
+    wide = widened(x_Td.dtype)
+    return rows if scores_R is None else (rows.to(wide) * scores_R[:, None].to(wide)).to(x_Td.dtype)
+
+
+@triton.jit
+def _scores_of_y_kernel(
+    do_ptr, y_ptr, gather_ptr, slot_idx_ptr, ds_ptr, R, d, stride_do, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = r < R
+    token = tl.load(gather_ptr + r, mask=inside, other=0).to(tl.int64)
+    row = r if slot_idx_ptr is None else tl.load(slot_idx_ptr + r, mask=inside, other=0)
+    ds = tl.zeros((BLOCK_R,), dtype=tl.float32)
+    for col in range(0, d, BLOCK_D):
+        cols = col + tl.arange(0, BLOCK_D)
+        mask = inside[:, None] & (cols < d)[None, :]
+        do = tl.load(do_ptr + token[:, None] * stride_do + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + row.to(tl.int64)[:, None] * d + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        ds += tl.sum(do * y, axis=1)
+    tl.store(ds_ptr + r, ds, mask=inside)
+
+
+def scores_of_y(
+    do_Td: torch.Tensor, y_Rd: torch.Tensor, gather_idx_R: torch.Tensor, slot_idx_R: torch.Tensor | None
+) -> torch.Tensor:
+    """dS (1, R) fp32 in row order as <dO, Y>, the way of `ds=from_y`: one partial, as those of `d_act`.
+
+    do_Td (T, d); y_Rd (R, d) in row order, or in slot order where slot_idx_R row -> slot is given.
+    """
+    R, d = y_Rd.shape
+    ds = torch.empty(1, R, dtype=torch.float32, device=y_Rd.device)
+    if R:
+        block_d = min(1024, next_power_of_2(d))
+        block_r = 32 if INTERPRET else max(1, 2048 // block_d)
+        launch(
+            _scores_of_y_kernel,
+            (cdiv(R, block_r),),
+            (do_Td, y_Rd, gather_idx_R, slot_idx_R, ds, R, d, do_Td.stride(0), block_r, block_d),
+        )
+    return ds
+
+
+def scores_of_y_torch(
+    do_Td: torch.Tensor, y_Rd: torch.Tensor, gather_idx_R: torch.Tensor, slot_idx_R: torch.Tensor | None
+) -> torch.Tensor:
+    """Plain-torch twin of `scores_of_y`."""
+    wide = widened(y_Rd.dtype)
+    y = y_Rd if slot_idx_R is None else y_Rd[slot_idx_R.long()]
+    return (do_Td[gather_idx_R.long()].to(wide) * y.to(wide)).sum(1)[None]
 
 
 def aggregate_cost(shape: Shape, R: int, itemsize: int) -> Cost:

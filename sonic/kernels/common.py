@@ -35,7 +35,7 @@ class Tile:
 
     `group` M-tiles share an L2-friendly column sweep; `ctas` programs sit on one SM; `store` writes results by TMA or
     by pointers; `flatten` lets the compiler start the next tile's loads under this tile's epilogue; `split` cuts the
-    epilogue into column chunks.
+    epilogue into column chunks. Programs are `persistent`, or one is launched per output tile.
     """
 
     m: int = 128
@@ -48,6 +48,7 @@ class Tile:
     store: str = "tma"
     flatten: bool = False
     split: int = 1
+    persistent: bool = True
 
     def sizes(self) -> dict[str, int]:
         """The part that a row records."""
@@ -156,8 +157,13 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def persistent_grid(device: torch.device, tile: Tile, tiles: int) -> tuple[int]:
-    return (max(1, min(num_sms(device) * tile.ctas, tiles)),)
+def tile_step(device: torch.device, tile: Tile) -> int:
+    """How many tiles a program moves on by: past all of them where there is one program per tile."""
+    return num_sms(device) * tile.ctas if tile.persistent else 1 << 30
+
+
+def grid_of(device: torch.device, tile: Tile, tiles: int) -> tuple[int]:
+    return (max(1, min(tile_step(device, tile), tiles)),)
 
 
 def _kind(argument: object) -> object:

@@ -9,6 +9,7 @@ Reads dO (T, d) by row index, W2 (E, d, n), H (R, 2n) and scores per row; writes
 (tiles of n, R) fp32, one per column tile: `d_scores` adds them in a fixed order, so nothing is atomic. Switches:
 
     gather_idx None   dO is already in row order (R, d)
+    with_ap False     no A': somebody kept A, and dO has the scores in it
     fused False       `d_act_gemm` writes dA' (R, n) and `d_swiglu` is a kernel of its own
 """
 
@@ -32,17 +33,17 @@ from sonic.kernels.common import (
     check_fits,
     descriptor,
     dot,
+    grid_of,
     halves,
     launch,
     launch_sized,
     narrow,
     next_power_of_2,
-    num_sms,
     output_tile,
-    persistent_grid,
     ragged,
     ragged_coords,
     rows_aligned,
+    tile_step,
     tma_ready,
     widened,
 )
@@ -97,11 +98,13 @@ def _d_swiglu_chunk(
         c0, c1, c2 = ragged_coords(row0, end)
         dh_desc.store([c0, c1, c2, 0, col], tl.reshape(dgate, (1, 1, BLOCK_M, 1, CHUNK)))
         dh_desc.store([c0, c1, c2, 1, col], tl.reshape(dup, (1, 1, BLOCK_M, 1, CHUNK)))
-        ap_desc.store([c0, c1, c2, col], tl.reshape(a_prime, (1, 1, BLOCK_M, CHUNK)))
+        if ap_desc is not None:
+            ap_desc.store([c0, c1, c2, col], tl.reshape(a_prime, (1, 1, BLOCK_M, CHUNK)))
     else:
         tl.store(dh_ptr + 2 * first + at, dgate, mask=mask)
         tl.store(dh_ptr + 2 * first + n + at, dup, mask=mask)
-        tl.store(ap_ptr + first + row[:, None] * n + cols[None, :], a_prime, mask=mask)
+        if ap_ptr is not None:
+            tl.store(ap_ptr + first + row[:, None] * n + cols[None, :], a_prime, mask=mask)
     return ds
 
 
@@ -179,8 +182,8 @@ def _d_act_kernel(
 
 def _launch(
     do: torch.Tensor, w2_Edn: torch.Tensor, h: torch.Tensor | None, scores_R: torch.Tensor | None, meta: Metadata,
-    gather: bool, tile: Tile,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    gather: bool, with_ap: bool, tile: Tile,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dH, A' and dS partials; without h only dA' (in the place of A')."""
     E, d, n = w2_Edn.shape
     R = meta.R
@@ -188,7 +191,7 @@ def _launch(
     new = lambda *size, dtype=do.dtype: torch.empty(*size, dtype=dtype, device=do.device)  # noqa: E731
     num_n = cdiv(n, tile.n)
     dh = new(R, 2 * n) if fused else None
-    ap = new(R, n)
+    ap = new(R, n) if with_ap else None
     ds = new(num_n, R, dtype=torch.float32) if fused else None
     if R == 0:
         return dh, ap, ds
@@ -203,17 +206,17 @@ def _launch(
         arguments = (
             do, w2_Edn, descriptor(w2_Edn, [1, tile.k, tile.n]) if tma else None, h, scores_R,
             dh if fused else ap, ragged(dh3, [tile.m, 1, chunk]) if store_tma else None,
-            ap, ragged(ap, [tile.m, chunk]) if store_tma else None,
+            ap, ragged(ap, [tile.m, chunk]) if store_tma and with_ap else None,
             ds, meta.gather_idx_R if gather else None, tiles.table,
             R, d, n, tiles.limit, do.stride(0), *w2_Edn.stride(),
             fused, tma, store_tma, d % tile.k == 0, n % tile.n == 0, tile.m, tile.n, tile.k, tile.split,
-            tile.group, tile.flatten, num_sms(do.device) * tile.ctas,
+            tile.group, tile.flatten, tile_step(do.device, tile),
         )  # fmt: skip
-        return persistent_grid(do.device, tile, tiles.limit * num_n), arguments, tile.options()
+        return grid_of(do.device, tile, tiles.limit * num_n), arguments, tile.options()
 
     launch_sized(
         _d_act_kernel,
-        (do.dtype, do.shape, do.stride(), w2_Edn.shape, w2_Edn.stride(), R, gather, fused, tile),
+        (do.dtype, do.shape, do.stride(), w2_Edn.shape, w2_Edn.stride(), R, gather, with_ap, fused, tile),
         (do, w2_Edn, h, scores_R, dh, ap, ds, meta.gather_idx_R, tiles.table),
         build,
     )
@@ -228,18 +231,19 @@ def d_act(
     meta: Metadata,
     *,
     gather: bool = True,
+    with_ap: bool = True,
     tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dH (R, 2n), A' (R, n) and the dS partials (tiles, R) fp32.
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """dH (R, 2n), A' (R, n; None unless `with_ap`) and the dS partials (tiles, R) fp32.
 
     do (T, d) with `gather`, else rows (R, d); w2_Edn (E, d, n), last axis contiguous; h_R2n (R, 2n); scores_R (R,) fp32
     in row order.
     """
     E, d, n = w2_Edn.shape
     if tile is None:
-        rerun = partial(d_act, do, w2_Edn, h_R2n, scores_R, meta, gather=gather)
+        rerun = partial(d_act, do, w2_Edn, h_R2n, scores_R, meta, gather=gather, with_ap=with_ap)
         tile = tuning.choose("d_act", d, n, E, do.dtype, lambda: configs(do.dtype, n, tma_ready(w2_Edn)), rerun)
-    return _launch(do, w2_Edn, h_R2n, scores_R, meta, gather, tile)
+    return _launch(do, w2_Edn, h_R2n, scores_R, meta, gather, with_ap, tile)
 
 
 def d_act_torch(
@@ -250,13 +254,13 @@ def d_act_torch(
     meta: Metadata,
     *,
     gather: bool = True,
+    with_ap: bool = True,
     tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Plain-torch twin of `d_act`; its dS is one partial."""
     del tile
     da_prime = d_act_gemm_torch(do, w2_Edn, meta, gather=gather, dtype=widened(do.dtype))
-    dh, ap, ds = d_swiglu_torch(da_prime, h_R2n, scores_R)
-    return dh.to(do.dtype), ap.to(do.dtype), ds
+    return d_swiglu_torch(da_prime, h_R2n, scores_R, with_ap)
 
 
 def d_act_gemm(
@@ -267,7 +271,7 @@ def d_act_gemm(
     if tile is None:
         rerun = partial(d_act_gemm, do, w2_Edn, meta, gather=gather)
         tile = tuning.choose("d_act_gemm", d, n, E, do.dtype, lambda: configs(do.dtype, n, tma_ready(w2_Edn)), rerun)
-    return _launch(do, w2_Edn, None, None, meta, gather, tile)[1]
+    return _launch(do, w2_Edn, None, None, meta, gather, True, tile)[1]
 
 
 def d_act_gemm_torch(
@@ -308,11 +312,11 @@ def _d_swiglu_kernel(
 
 
 def d_swiglu(
-    da_prime_Rn: torch.Tensor, h_R2n: torch.Tensor, scores_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    da_prime_Rn: torch.Tensor, h_R2n: torch.Tensor, scores_R: torch.Tensor, with_ap: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """dH, A' and dS (1, R) from dA' (R, n): the epilogue of `d_act` as a kernel of its own."""
     R, n = da_prime_Rn.shape
-    dh, ap = torch.empty_like(h_R2n), torch.empty_like(da_prime_Rn)
+    dh, ap = torch.empty_like(h_R2n), torch.empty_like(da_prime_Rn) if with_ap else None
     ds = torch.empty(1, R, dtype=torch.float32, device=h_R2n.device)
     if R:
         block_n = min(256, next_power_of_2(n))
@@ -324,8 +328,8 @@ def d_swiglu(
 
 
 def d_swiglu_torch(
-    da_prime_Rn: torch.Tensor, h_R2n: torch.Tensor, scores_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    da_prime_Rn: torch.Tensor, h_R2n: torch.Tensor, scores_R: torch.Tensor, with_ap: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Plain-torch twin of `d_swiglu`, in fp32 or wider."""
     wide = widened(h_R2n.dtype)
     gate, up = h_R2n.to(wide).chunk(2, dim=1)
@@ -335,7 +339,7 @@ def d_swiglu_torch(
     da = s * da_prime
     dgate = da * up * sigmoid * (1 + gate * (1 - sigmoid))
     dh = torch.cat([dgate, da * gate * sigmoid], dim=1)
-    return dh.to(h_R2n.dtype), (s * a).to(h_R2n.dtype), (da_prime * a).sum(1)[None]
+    return dh.to(h_R2n.dtype), (s * a).to(h_R2n.dtype) if with_ap else None, (da_prime * a).sum(1)[None]
 
 
 @triton.jit

@@ -26,15 +26,15 @@ from sonic.kernels.common import (
     check_fits,
     descriptor,
     dot,
+    grid_of,
     halves,
     launch_sized,
     narrow,
-    num_sms,
     output_tile,
-    persistent_grid,
     ragged,
     ragged_coords,
     rows_aligned,
+    tile_step,
     tma_ready,
     widened,
 )
@@ -175,9 +175,9 @@ def grouped_gemm(
             meta.slot_idx_R, meta.gather_idx_R, scores, tiles.table,
             k, d, tiles.limit, stride_e, stride_h, stride_bk, stride_bd,
             H, k_major, into, tma, store_tma, tile.m, tile.n, tile.k, tile.split,
-            tile.group, tile.flatten, num_sms(a_RHk.device) * tile.ctas,
+            tile.group, tile.flatten, tile_step(a_RHk.device, tile),
         )  # fmt: skip
-        return persistent_grid(a_RHk.device, tile, tiles.limit * cdiv(d, tile.n)), arguments, tile.options()
+        return grid_of(a_RHk.device, tile, tiles.limit * cdiv(d, tile.n)), arguments, tile.options()
 
     launch_sized(
         _grouped_gemm_kernel,

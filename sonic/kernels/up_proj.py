@@ -30,17 +30,17 @@ from sonic.kernels.common import (
     check_fits,
     descriptor,
     dot,
+    grid_of,
     halves,
     launch,
     launch_sized,
     narrow,
     next_power_of_2,
-    num_sms,
     output_tile,
-    persistent_grid,
     ragged,
     ragged_coords,
     rows_aligned,
+    tile_step,
     tma_ready,
     widened,
 )
@@ -172,9 +172,9 @@ def up_proj(
             meta.gather_idx_R if gather else None, tiles.table,
             n, d, tiles.limit, x.stride(0), *w1_E2nd.stride(),
             with_h, with_act, tma, store_tma, d % tile.k == 0, tile.m, tile.n, tile.k,
-            tile.group, tile.flatten, num_sms(x.device) * tile.ctas,
+            tile.group, tile.flatten, tile_step(x.device, tile),
         )  # fmt: skip
-        return persistent_grid(x.device, tile, tiles.limit * cdiv(n, half)), arguments, tile.options()
+        return grid_of(x.device, tile, tiles.limit * cdiv(n, half)), arguments, tile.options()
 
     launch_sized(
         _up_proj_kernel,

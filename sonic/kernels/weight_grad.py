@@ -25,14 +25,14 @@ from sonic.kernels.common import (
     check_fits,
     descriptor,
     dot,
+    grid_of,
     grouped_tile,
     halves,
     launch_sized,
     narrow,
-    num_sms,
-    persistent_grid,
     ragged,
     ragged_coords,
+    tile_step,
     tma_ready,
     widened,
 )
@@ -159,9 +159,9 @@ def _weight_grad(
             meta.gather_idx_R if gather else None, meta.offsets_E1,
             E, n, d, q.stride(0), stride_e, stride_h, stride_n, stride_d,
             H, q_rows, tma, store_tma, d % block_q == 0, tile.m, tile.n, tile.k, tile.split,
-            tile.group, num_sms(q.device) * tile.ctas,
+            tile.group, tile_step(q.device, tile),
         )  # fmt: skip
-        grid = persistent_grid(q.device, tile, E * H * cdiv(n, block_p) * cdiv(d, block_q))
+        grid = grid_of(q.device, tile, E * H * cdiv(n, block_p) * cdiv(d, block_q))
         return grid, arguments, tile.options()
 
     launch_sized(

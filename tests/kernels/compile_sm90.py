@@ -212,6 +212,7 @@ def variants(dtype: torch.dtype, d: int, n: int) -> Wanted:
         "d_input tokens": lambda t: d_input.d_input(s.h, s.w1, meta, into="tokens", tile=t),
         "d_input interleaved": lambda t: d_input.d_input(s.h, s.w1_interleaved, meta, tile=t),
         "d_act rows": lambda t: act(s.rows, meta=meta, gather=False, tile=t),
+        "d_act without A'": lambda t: act(s.rows, meta=meta, gather=False, with_ap=False, tile=t),
         "d_act gemm": lambda t: d_act.d_act_gemm(s.x, s.w2, meta, tile=t),
         "weight_grad_1 rows": lambda t: weight_grad.weight_grad_1(s.rows, s.h, s.w1, meta, gather=False, tile=t),
         "weight_grad_1 interleaved": lambda t: weight_grad.weight_grad_1(s.x, s.h, s.w1_interleaved, meta, tile=t),
@@ -287,8 +288,12 @@ def others(dtype: torch.dtype, d: int, n: int) -> Wanted:
     yield "aggregate", None, partial(aggregate.aggregate, s.rows, row_idx, s.scores_TK, s.T, s.K)
     yield "aggregate slots", None, partial(aggregate.aggregate, s.rows, None, None, s.T, s.K)
     yield "gather_rows", None, partial(aggregate.gather_rows, s.x, s.meta.gather_idx_R)
+    yield "gather_rows scaled", None, partial(aggregate.gather_rows, s.x, s.meta.gather_idx_R, s.scores_R)
+    yield "scores_of_y", None, partial(aggregate.scores_of_y, s.x, s.rows, s.meta.gather_idx_R, None)
+    yield "scores_of_y slots", None, partial(aggregate.scores_of_y, s.x, s.rows, s.meta.gather_idx_R, row_idx)
     yield "swiglu", None, partial(up_proj.swiglu, s.h)
     yield "d_swiglu", None, partial(d_act.d_swiglu, s.a, s.h, s.scores_R)
+    yield "d_swiglu without A'", None, partial(d_act.d_swiglu, s.a, s.h, s.scores_R, False)
     yield "d_scores", None, partial(d_act.d_scores, torch.zeros(2, s.T * s.K), row_idx)
 
 

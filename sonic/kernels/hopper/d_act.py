@@ -270,11 +270,11 @@ def _d_act_kernel(
 
 def d_act(
     do: torch.Tensor, w2_Edn: torch.Tensor, h_R2n: torch.Tensor, scores_R: torch.Tensor, meta: Metadata, *,
-    gather: bool = True, tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As `sonic.kernels.d_act.d_act`."""
-    if not tma_ready(do, w2_Edn, h_R2n):
-        return portable.d_act(do, w2_Edn, h_R2n, scores_R, meta, gather=gather)
+    gather: bool = True, with_ap: bool = True, tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
+    """As `sonic.kernels.d_act.d_act`, which also runs what leaves A' out."""
+    if not with_ap or not tma_ready(do, w2_Edn, h_R2n):
+        return portable.d_act(do, w2_Edn, h_R2n, scores_R, meta, gather=gather, with_ap=with_ap)
     E, d, n = w2_Edn.shape
     R = meta.R
     if tile is None:
