@@ -21,6 +21,7 @@ from analysis import common, figures, load, paper
 from sonic.shapes import Shape
 
 SWEEP = "memory"
+ALSO = ("throughput",)
 TITLE = "Memory of a training step by shape and implementation"
 
 #: What the adapters declare in `properties` (`kept`, `padding`), repeated because they import torch and figures do not;
@@ -69,6 +70,9 @@ def select(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[(rows.op == "layer") & (rows["mode"] == "fwd_bwd")]
     if not rows.held_gib.notna().any():
         raise load.NothingLeft("no held bytes of a whole layer were measured")
+    # a point that both sweeps hold counts once, as its own sweep measured it
+    rows = rows.sort_values("sweep", key=lambda sweep: sweep != SWEEP, kind="stable")
+    rows = rows.drop_duplicates([*_SIZES, "impl", "family", "dtype", "seed"])
     data = common.label_series(load.pool_seeds(load.one_series(rows)))
     predicted = [
         predicted_gib(line.impl, Shape(*line[_SIZES]), None if pd.isna(line.R) else int(line.R), line["dtype"])

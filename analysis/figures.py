@@ -2,7 +2,8 @@
 
 A figure file is `analysis/<id>_<name>.py` (a stem without `_` is no figure). It has `SWEEP` (the sweep that fills it),
 `TITLE`, `select(rows)` (the rows it draws, one GPU and method), `draw(figure, data)` (pure) and `table(data)` (the
-numbers drawn); `BESIDE` names further sweeps without whose rows it cannot be drawn.
+numbers drawn); `BESIDE` names further sweeps without whose rows it cannot be drawn, `ALSO` sweeps whose rows serve as
+well as those of `SWEEP`.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def build(
     """
     module = module_of(figure_id)
     sweeps = sweeps_of(module)
-    everything, faults = load.rows(results, sweeps)
+    also = getattr(module, "ALSO", ())
+    everything, faults = load.rows(results, (*sweeps, *also))
     fill = " and ".join(f"`python -m sonic.sweep sweeps={sweep}`" for sweep in sweeps)
     fill += " fills it" if len(sweeps) == 1 else " fill it"
     slugs = load.gpus(everything)
@@ -114,13 +116,14 @@ def build(
     if gpu is not None and gpu not in slugs:
         raise NotDrawn(f"no rows of {gpu} (there are some of {', '.join(slugs)}); {fill}", faults)
     chosen = load.choose_gpu(slugs, gpu)
-    rows, _ = load.rows(results, sweeps, chosen, method, clock)
+    rows, _ = load.rows(results, (*sweeps, *also), chosen, method, clock)
     newest, older = load.newest_method(rows)
     if set(newest.sweep) == set(rows.sweep):  # else the figure itself says that its sweeps do not go together
         rows = newest
     else:
         older = 0
-    if absent := [sweep for sweep in sweeps if sweep not in set(rows.sweep)]:
+    there = set(rows.sweep)
+    if absent := [s for s in sweeps if s not in there and not (s == module.SWEEP and there & set(also))]:
         raise NotDrawn(f"no rows of {chosen} of sweep {', '.join(absent)}; {fill}", faults)
     try:
         data = module.select(rows)
@@ -129,7 +132,7 @@ def build(
     if not data.ms.notna().any():
         statuses = ", ".join(f"{count} {status}" for status, count in rows.status.value_counts().items())
         raise NotDrawn(f"no measured row of {chosen} (rows: {statuses or 'none'}); {fill}", faults)
-    by_default = rows if (method, clock) == (None, "auto") else load.rows(results, sweeps, chosen)[0]
+    by_default = rows if (method, clock) == (None, "auto") else load.rows(results, (*sweeps, *also), chosen)[0]
     data.attrs["older_method"] = older
     figure = Figure()
     with matplotlib.rc_context(common.STYLE):

@@ -27,7 +27,12 @@ from tests.rows import make_env
 SHAPE = Shape(T=1024, d=512, n=128, E=16, K=4)
 ROWS = analysis_rows.everything()
 #: The figures that these rows fill.
-IDS = [name for name in figures.discover() if figures.module_of(name).SWEEP in {row.sweep for row in ROWS}]
+IDS = [
+    name
+    for name in figures.discover()
+    for module in (figures.module_of(name),)
+    if {module.SWEEP, *getattr(module, "ALSO", ())} & {row.sweep for row in ROWS}
+]
 
 
 @pytest.fixture(scope="module")

@@ -195,3 +195,17 @@ def test_fig15_table_compares_speeds_and_sums_up(results: Path) -> None:
 
 def test_fig15_names_an_unknown_shape_by_its_sizes() -> None:
     assert common.model_name(64, 32, 16, 8, 2) == "T=64 d=32 n=16 E=8 K=2"
+
+
+def test_rows_of_the_throughput_sweep_serve_as_well(tmp_path: Path) -> None:
+    """A point of both sweeps counts once, as `memory` measured it."""
+    shape, layer = paper.shape("7B", 256), {"op": "layer", "mode": "fwd_bwd"}
+    rows = [
+        measured(shape, held_bytes=gib(3), sweep="throughput", **layer),
+        measured(shape, "scattermoe", held_bytes=gib(5), sweep="throughput", **layer),
+    ]
+    held = figures.build("fig13", write(tmp_path / "one", rows)).table.set_index("series").held_gib
+    assert held.filter(like="sonic").item() == 3 and held["scattermoe"] == 5
+    rows.append(measured(shape, held_bytes=gib(2), sweep="memory", **layer))
+    held = figures.build("fig13", write(tmp_path / "both", rows)).table.set_index("series").held_gib
+    assert held.filter(like="sonic").item() == 2 and held["scattermoe"] == 5
