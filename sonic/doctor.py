@@ -12,22 +12,19 @@ import argparse
 import importlib.metadata
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from sonic import __version__, pool
+from sonic.counters import find_ncu, refused
 from sonic.env import cpu_name, nvml_card, revision
 from sonic.record import Knobs, RecordError, default_results, ensure_writable
 from sonic.say import say
 
 #: Packages of the parent, whose versions the child does not tell.
 PACKAGES = ("hydra-core", "wandb", "pydantic", "pandas", "matplotlib", "nvidia-ml-py", "filelock", "numpy")
-#: Where ncu lies when it is installed but not on the PATH.
-NCU_PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 #: One kernel, to see whether this user may read counters at all.
 NCU_PROBE = "import torch; torch.ones(1, device='cuda'); torch.cuda.synchronize()"
 
@@ -128,21 +125,12 @@ def counters(timeout_s: float = 120) -> str:
     except (subprocess.TimeoutExpired, OSError) as error:
         return f"unknown: {ncu} could not be tried ({type(error).__name__})"
     output = done.stdout + done.stderr
-    if "ERR_NVGPUCTRPERM" in output:
+    if refused(output):
         return f"denied: {ncu} is there, the driver refuses counters to this user (ERR_NVGPUCTRPERM)"
     if re.search(r"dram__bytes_read\.sum\s+\S+\s+[\d.,]+", output):
         return f"ok: {ncu} reads DRAM counters"
     last = (output.strip().splitlines() or ["no output"])[-1]
     return f"unknown: {ncu} ended with code {done.returncode}: {last[:200]}"
-
-
-def find_ncu() -> str | None:
-    """The path of ncu, or None."""
-    on_path = shutil.which("ncu")
-    if on_path:
-        return on_path
-    found = [str(path) for place in NCU_PLACES for path in Path("/").glob(place.lstrip("/"))]
-    return max(found, default=None)
 
 
 def impl_lines(impls: dict[str, dict[str, Any]]) -> Lines:

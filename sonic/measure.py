@@ -350,14 +350,15 @@ def kernel_times(samples: Sequence[Sequence[Interval]]) -> list[KernelTime]:
 
 
 def with_costs(kernels: Sequence[KernelTime], costs: Iterable[KernelTime]) -> list[KernelTime]:
-    """Adds flops, bytes and tile to measured kernels: a cost goes to the next call, in launch order and not yet taken,
-    of a kernel whose name contains the cost's name."""
+    """Adds what a cost knows (flops, bytes, tile) to measured kernels: one goes to the next call, in launch order and
+    not yet taken, of a kernel whose name contains the cost's name."""
     found = list(kernels)
     free = [kernel.calls == 1 for kernel in found]
     for cost in costs:
         for i, kernel in enumerate(found):
             if free[i] and cost.name in kernel.name:
-                found[i] = kernel.model_copy(update={"flops": cost.flops, "bytes": cost.bytes, "tile": cost.tile})
+                known = {name: getattr(cost, name) for name in ("flops", "bytes", "bytes_once", "tile")}
+                found[i] = kernel.model_copy(update=known)
                 free[i] = False
                 break
     return found

@@ -28,7 +28,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import torch
 import triton
 
-from sonic import impls, measure, reference, routers
+from sonic import counters, impls, measure, reference, routers
 from sonic.problem import Problem
 from sonic.record import LAYER_OPS, Outcome, Point, Settings
 from sonic.shapes import gpu_slug
@@ -96,7 +96,21 @@ def serve_point(point: Point, settings: Settings) -> Served:
             torch.cuda.empty_cache()
         except RuntimeError as error:
             return Served(_fault(error).outcome, fit=False)
+    if settings.counters and served.outcome.status == "ok":
+        served.outcome = _with_counters(point, served.outcome)
     return served
+
+
+def _with_counters(point: Point, outcome: Outcome) -> Outcome:
+    """The outcome with what the card counted of one more call, this process's own tensors being gone."""
+    if device().type != "cuda":
+        reading = counters.Reading("missing", "there is no GPU")
+    else:
+        reading = counters.read(point)
+    told = [outcome.note, f"counters {reading.status}: {reading.reason}" if reading.reason else None]
+    kernels = counters.on_kernels(outcome.kernels, reading.launches) if outcome.kernels else outcome.kernels
+    note = "; ".join(text for text in told if text) or None
+    return outcome.model_copy(update={"counters": counters.total(reading), "kernels": kernels, "note": note})
 
 
 def _fault(error: Exception) -> Served:
@@ -180,6 +194,16 @@ def _work(impl: Any, problem: Problem, mode: str) -> measure.Work:
     if mode == "fwd":
         return measure.Work(impl.forward, None, impl.zero_grad)
     return measure.Work(impl.forward, lambda out: out.backward(problem.do_Td), impl.zero_grad)
+
+
+def work_of(point: Point) -> measure.Work:
+    """The call that a point times, on a problem of its own and unchecked: what `sonic.counters` watches."""
+    torch.set_float32_matmul_precision("highest")
+    problem = Problem(point.shape.sizes(), point.routing, point.dtype, device(), point.seed)
+    impl = impls.load(point.impl)(problem, point)
+    if point.op in LAYER_OPS:
+        return _work(impl, getattr(impl, "problem", problem), point.mode)
+    return measure.Work(torch.no_grad()(impl.forward))
 
 
 @dataclass

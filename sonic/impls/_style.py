@@ -161,7 +161,7 @@ class _Experts(torch.autograd.Function):
         rows = Padded(meta, tokens, slot_P, row_idx, [])
         do = do.contiguous()
         scores_P = scores.reshape(-1)[slot_P.long()] if call.strategy.block == 1 else rows.scores(scores)
-        dy = steps.gather_rows(do, tokens).mul_(scores_P[:, None])
+        dy = steps.gather_rows(do, tokens, scores_P)
         xe = steps.gather_rows(x, tokens) if xe is None else xe
         if h is None:
             h, _ = call.up(xe, w1, meta, False, with_a=False)

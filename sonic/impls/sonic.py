@@ -441,8 +441,9 @@ class Impl(Adapter):
         for step in self._steps():
             cost, tile = self._cost(step), self._tile(step)
             sizes = tile.sizes() if tile else None
-            moved = cost.bytes if self._plain else None
-            found.append(KernelTime(name=_FUNCTIONS[step], us=0.0, flops=cost.flops, bytes=moved, tile=sizes))
+            moved, once = (cost.bytes, cost.bytes_once) if self._plain else (None, None)
+            name = _FUNCTIONS[step]
+            found.append(KernelTime(name=name, us=0.0, flops=cost.flops, bytes=moved, bytes_once=once, tile=sizes))
         return found
 
     @property
