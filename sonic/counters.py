@@ -173,12 +173,17 @@ def on_kernels(kernels: Sequence[KernelTime], launches: Sequence[Launch]) -> lis
     """The kernels of a row with their own counters.
 
     Both lists are in launch order, of two calls that launch the same: a kernel takes the next launch of its name, one
-    that was summed over several calls all of them. Where names do not meet the counters stay null.
+    that was summed over several calls all of them. The counters stay null where names do not meet, and where a name
+    is summed in part.
     """
     left, filled = list(launches), []
+    names = [_base(kernel.name) for kernel in kernels]
+    mixed = {name for name in names if names.count(name) > 1} & {
+        name for name, kernel in zip(names, kernels, strict=True) if kernel.calls > 1
+    }
     for kernel in kernels:
         mine: list[Launch] = []
-        if not kernel.name.startswith(NO_KERNEL):
+        if not kernel.name.startswith(NO_KERNEL) and _base(kernel.name) not in mixed:
             same = [launch for launch in left if _base(launch.name) == _base(kernel.name)]
             mine = same if kernel.calls > 1 else same[:1]
             left = [launch for launch in left if not any(launch is taken for taken in mine)]

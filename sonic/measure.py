@@ -49,8 +49,10 @@ ENQUEUE_SAMPLES = 10
 #: One kind of sample ends early, with at least two taken, when it would take longer than this.
 CUDA_BUDGET_S = 6.0
 CPU_BUDGET_S = 5.0
-#: Above this number of launches kernels are summed by name instead of listed one by one.
+#: Above this number of launches the short ones, or all, are summed by name instead of listed one by one.
 LISTED_LAUNCHES = 64
+#: Microseconds under which a call is not worth a line of its own then.
+SHORT_US = 10.0
 NAME_LENGTH = 160
 
 #: Bits of NVML's clock event reasons, and those among them that slow a busy GPU down.
@@ -329,8 +331,8 @@ def kernel_times(samples: Sequence[Sequence[Interval]]) -> list[KernelTime]:
     """Medians over the samples of each call, in launch order, by kernel name and the how-maniest call of that name it
     is.
 
-    More than `LISTED_LAUNCHES` calls are summed up by name instead: `us` is then the sum of the medians of `calls`
-    calls.
+    Of more than `LISTED_LAUNCHES` calls those shorter than `SHORT_US` are summed up by name, and all of them where that
+    leaves too many: `us` is then the sum of the medians of `calls` calls, in the place of the first.
     """
     durations: dict[tuple[str, int], list[float]] = {}
     for sample in samples:
@@ -341,12 +343,13 @@ def kernel_times(samples: Sequence[Sequence[Interval]]) -> list[KernelTime]:
             durations.setdefault((interval.name, nth), []).append((interval.end_ns - interval.start_ns) / 1e3)
     # A call that fewer than half of the samples show belongs to no typical pass.
     medians = {call: statistics.median(us) for call, us in durations.items() if 2 * len(us) >= len(samples)}
-    if len(medians) <= LISTED_LAUNCHES:
-        return [KernelTime(name=name[:NAME_LENGTH], us=us) for (name, _), us in medians.items()]
-    sums: dict[str, list[float]] = {}
-    for (name, _), us in medians.items():
-        sums.setdefault(name, []).append(us)
-    return [KernelTime(name=name[:NAME_LENGTH], us=sum(us), calls=len(us)) for name, us in sums.items()]
+    for shortest in (0.0, SHORT_US, float("inf")):
+        found: dict[tuple[str, int | None], list[float]] = {}
+        for (name, nth), us in medians.items():
+            found.setdefault((name, nth if us >= shortest else None), []).append(us)
+        if len(found) <= LISTED_LAUNCHES:
+            break
+    return [KernelTime(name=name[:NAME_LENGTH], us=sum(us), calls=len(us)) for (name, _), us in found.items()]
 
 
 def with_costs(kernels: Sequence[KernelTime], costs: Iterable[KernelTime]) -> list[KernelTime]:

@@ -95,6 +95,14 @@ def test_a_kernel_summed_over_calls_takes_all_of_them() -> None:
     assert counters.on_kernels(kernels, counters.parse(PAGE, NAMES))[0].dram_read == 6000
 
 
+def test_a_name_that_is_summed_in_part_gets_no_counters() -> None:
+    kernels = [
+        KernelTime(name="_grouped_gemm_kernel", us=20.0),
+        KernelTime(name="_grouped_gemm_kernel", us=2.0, calls=2),
+    ]
+    assert counters.on_kernels(kernels, counters.parse(PAGE, NAMES)) == kernels
+
+
 def test_a_point_is_read_by_ncu(ncu, tmp_path: Path) -> None:
     ncu(f"cat > $log <<'X'\n{PAGE}\nX")
     reading = counters.read(make_point())

@@ -73,6 +73,15 @@ def test_very_many_launches_are_summed_by_name():
     assert [(k.name, k.us, k.calls) for k in found] == [("gemm", 300.0, 100), ("act", 300.0, 100)]
 
 
+def test_of_many_launches_the_long_ones_stand_alone():
+    long = [("gemm", 0, 40), ("gemm", 40, 90), ("act", 90, 100)]
+    sample = intervals(*long, *[("fill", 100 + 2 * i, 101 + 2 * i) for i in range(80)], ("gemm", 300, 303))
+    found = measure.kernel_times([sample, sample])
+    assert [(k.name, k.us, k.calls) for k in found] == [
+        ("gemm", 40.0, 1), ("gemm", 50.0, 1), ("act", 10.0, 1), ("fill", 80.0, 80), ("gemm", 3.0, 1),
+    ]  # fmt: skip
+
+
 def test_costs_meet_their_kernels_in_launch_order():
     kernels = [KernelTime(name=name, us=1.0) for name in ("_up_proj_kernel", "memset", "_gemm_kernel", "_gemm_kernel")]
     costs = [

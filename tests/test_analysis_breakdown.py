@@ -1,0 +1,105 @@
+"""Fig 6: kernels sorted into the paper's classes, and the figure of them, from made-up rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from analysis import classes, fig6_breakdown, figures, paper
+from sonic.record import KernelTime, Knobs
+from tests.analysis_rows import measured, unmeasured, write
+
+SHAPE = paper.shape("7B", 256)
+FORWARD = [("nvjet_a", 30), ("_topk_kernel", 10), ("_scatter_kernel", 15), ("_up_proj_kernel", 500),
+           ("_grouped_gemm_kernel", 270), ("_aggregate_kernel", 165)]  # fmt: skip
+BACKWARD = [("_restore_kernel", 10), ("_d_act_kernel", 420), ("_weight_grad_kernel", 250),
+            ("_grouped_gemm_kernel", 490), ("_aggregate_kernel", 166), ("_weight_grad_kernel", 470),
+            ("_topk_backward_kernel", 10), ("nvjet_b", 60), ("mystery", 100)]  # fmt: skip
+
+
+def kernels(*parts: tuple[str, float], calls: int = 1) -> list[KernelTime]:
+    return [KernelTime(name=name, us=us, calls=calls) for name, us in parts]
+
+
+def dumped(*parts: tuple[str, float]) -> list[dict]:
+    return [kernel.model_dump() for kernel in kernels(*parts)]
+
+
+def test_our_kernels_have_their_classes() -> None:
+    found = classes.classify("sonic", dumped(*FORWARD), backward=False)
+    assert [part.kind for part in found] == ["router"] * 3 + ["up proj", "down proj", "expert agg"]
+    rest = classes.backward_of(dumped(*FORWARD, *BACKWARD), dumped(*FORWARD))
+    assert [(kernel["name"], kernel["us"]) for kernel in rest] == BACKWARD
+    found = classes.classify("sonic", rest, backward=True)
+    assert [part.kind for part in found] == [
+        "router", "dH", "dW2", "dXt", "expert agg", "dW1", "router", "router", "other",
+    ]  # fmt: skip
+
+
+def test_a_name_that_is_summed_loses_the_forwards_time() -> None:
+    both = [kernel.model_dump() for kernel in kernels(("_scatter2scatter", 2200.0), calls=4)]
+    left = classes.backward_of(both, dumped(("_scatter2scatter", 650.0), ("_scatter2scatter", 500.0)))
+    assert [(kernel["us"], kernel["calls"]) for kernel in left] == [(1050.0, 2)]
+    assert classes.classify("scattermoe", left, backward=True)[0].kind == "dH"
+
+
+@pytest.mark.parametrize(
+    ("impl", "name", "backward", "kind"),
+    [
+        ("sonicmoe_official", "kernel_cutlass_kernel_quackgemm_actGemmGatedSm90_object_at_", False, "up proj"),
+        ("sonicmoe_official", "kernel_cutlass_kernel_quackgemm_dactGemmDGatedSm90_object_at_", True, "dH"),
+        ("scattermoe", "void at::native::elementwise_kernel<128, 4, silu_kernel(at::Tensor&)", False, "SwiGLU"),
+        ("scattermoe", "_group", True, "gather dO"),
+        ("torch_grouped_mm_compiled", "triton_poi_fused_floor_divide_index_select_4", False, "gather X"),
+        ("torch_grouped_mm_compiled", "triton_per_fused_index_select_sum_view_3", True, "expert agg"),
+        ("standard_style", "_gather_rows_kernel", False, "gather X"),
+        ("megablocks", "void at::native::sbtopk::gatherTopK<c10::BFloat16>", False, "router"),
+        ("megatron", "void cutlass::Kernel<cutlass_80_tensorop_bf16_s16816gemm>", True, "GEMM"),
+        ("momoe", "what is this", False, "other"),
+    ],
+)  # fmt: skip
+def test_classes_by_name(impl: str, name: str, backward: bool, kind: str) -> None:
+    assert classes.classify(impl, [{"name": name, "us": 1.0}], backward)[0].kind == kind
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    given = {"sweep": "throughput", "op": "layer", "knobs": Knobs(family="hopper")}
+    rows = [
+        measured(SHAPE, us=990.0, mode="fwd", kernels=kernels(*FORWARD), **given),
+        measured(SHAPE, us=3000.0, mode="fwd_bwd", kernels=kernels(*FORWARD, *BACKWARD), **given),
+        measured(SHAPE, "scattermoe", us=1800.0, mode="fwd", sweep="throughput", op="layer",
+                 kernels=kernels(("_scatter2scatter", 650), ("_scatter2scatter", 500), ("odd", 600))),
+        unmeasured(SHAPE, "oom", impl="scattermoe", mode="fwd_bwd", sweep="throughput", op="layer"),
+        unmeasured(SHAPE, "unavailable", "absent", impl="megablocks", mode="fwd", sweep="throughput", op="layer"),
+    ]  # fmt: skip
+    return write(tmp_path_factory.mktemp("results"), rows)
+
+
+def test_fig6_sums_and_compares(results: Path) -> None:
+    table = figures.build("fig6", results).table
+    sums = table[table["class"] == "sum"].set_index(["series", "pass"])
+    assert sums.ms.loc["sonic (hopper)", "fwd"] == pytest.approx(0.99)
+    assert sums.ms.loc["sonic (hopper)", "bwd"] == pytest.approx(1.976)
+    assert sums.paper_ms.loc["sonic (hopper)", "bwd"] == 2.173
+    assert sums.over_sonic.loc["scattermoe", "fwd"] == pytest.approx(1.75 / 0.99)
+    assert sums.paper_over_sonic.loc["scattermoe", "fwd"] == pytest.approx(2.255 / 1.237)
+    up = table[(table["class"] == "up proj") & (table.series == "sonic (hopper)")].iloc[0]
+    assert up.tflops == pytest.approx(4 * SHAPE.R * SHAPE.n * SHAPE.d / 500e-6 / 1e12)
+    assert ("scattermoe", "bwd") not in sums.index
+
+
+def test_fig6_says_what_it_does_not_know(results: Path) -> None:
+    figure = figures.build("fig6", results).figure
+    said = " ".join(text.get_text() for text in figure.texts)
+    assert "scattermoe: 34% of the time in no class of the paper, most of it odd" in said
+    words = [text.get_text() for ax in figure.axes for text in ax.texts]
+    assert "\N{MULTIPLICATION SIGN} oom" in words
+
+
+def test_fig6_of_another_shape_has_no_paper(tmp_path: Path) -> None:
+    shape = paper.shape("30B", 1024)
+    row = measured(shape, us=990.0, mode="fwd", kernels=kernels(*FORWARD), sweep="throughput", op="layer")
+    drawn = figures.build("fig6", write(tmp_path, [row]))
+    assert "paper_ms" not in drawn.table and len(fig6_breakdown.parts(drawn.data)) == 4
