@@ -126,6 +126,8 @@ def _record(row: Row, clock: str) -> dict[str, object]:
     record["enqueue_us"] = float(np.median(row.enqueue_us)) if row.enqueue_us else np.nan
     record["launches"] = row.launches
     record |= {"flops": row.flops_model, "bytes": row.bytes_model, "held_bytes": row.held_bytes}
+    counted = row.counters if row.counters.status == "ok" else None
+    record["dram_bytes"] = counted.dram_read + counted.dram_write if counted else np.nan
     record["padding"] = row.flops_padded / row.flops_model - 1 if row.flops_padded and row.flops_model else np.nan
     sizes_of = {
         "held": row.held_bytes,
@@ -157,15 +159,15 @@ def _rates(record: dict[str, object]) -> dict[str, object]:
 _COLUMNS = [
     *POINT, "status", "reason", "note", "impl_version", "env_id", "run_id", "key", "commit", "time", "G", "rho", "R",
     "clock", "samples_ms", "ms", "ms_p20", "ms_p80", "event_ms", "device_ms", "span_ms", "graph_ms", "enqueue_us",
-    "launches", "flops", "bytes", "held_bytes", "tflops", "gbps", "held_gib", "peak_fwd_gib", "peak_bwd_gib",
-    "peak_gib", "worst_error", "worst_error_name", "padding", "interpreter", "method_version", "samples", "compile_s",
-    "tune_s", "tuned", "throttled", "sm_mhz", "power_w", "kernels", "derived",
+    "launches", "flops", "bytes", "held_bytes", "dram_bytes", "tflops", "gbps", "held_gib", "peak_fwd_gib",
+    "peak_bwd_gib", "peak_gib", "worst_error", "worst_error_name", "padding", "interpreter", "method_version",
+    "samples", "compile_s", "tune_s", "tuned", "throttled", "sm_mhz", "power_w", "kernels", "derived",
 ]  # fmt: skip
 
 
 _NUMBERS = [
     "alpha", "router_tile", "tile_m", "tile_n", "tile_k", "tile_stages", "tile_warps", "method_version", "samples",
-    "launches", "flops", "bytes", "held_bytes", "R", "compile_s", "tune_s", "sm_mhz", "power_w",
+    "launches", "flops", "bytes", "held_bytes", "dram_bytes", "R", "compile_s", "tune_s", "sm_mhz", "power_w",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Fig 6: kernels sorted into the paper's classes, and the figure of them, from made-up rows."""
+"""Figs 3 and 6: the model of bytes beside counters, kernels sorted into the paper's classes; from made-up rows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from analysis import classes, fig6_breakdown, figures, paper
-from sonic.record import KernelTime, Knobs
+from analysis import classes, fig6_breakdown, figures, paper, traffic
+from sonic.kernels import aggregate, d_act, d_input, down_proj, up_proj, weight_grad
+from sonic.record import Counters, KernelTime, Knobs, Row
+from sonic.shapes import Shape
 from tests.analysis_rows import measured, unmeasured, write
 
 SHAPE = paper.shape("7B", 256)
@@ -103,3 +105,55 @@ def test_fig6_of_another_shape_has_no_paper(tmp_path: Path) -> None:
     row = measured(shape, us=990.0, mode="fwd", kernels=kernels(*FORWARD), sweep="throughput", op="layer")
     drawn = figures.build("fig6", write(tmp_path, [row]))
     assert "paper_ms" not in drawn.table and len(fig6_breakdown.parts(drawn.data)) == 4
+
+
+QWEN = Shape(T=32768, d=4096, n=1536, E=128, K=8)
+
+
+@pytest.mark.parametrize(
+    ("method", "forward", "backward"),
+    [("sonic", 13.75, 26.75), ("scattermoe", 15.25, 41.75), ("momoe", 15.75, 38.75), ("standard", 23.25, 39.75)],
+)
+def test_the_traffic_gives_the_authors_totals(method: str, forward: float, backward: float) -> None:
+    fwd, both = (traffic.total(method, mode, QWEN) / paper.GIB for mode in ("fwd", "fwd_bwd"))
+    assert (fwd, both - fwd) == (forward, backward)
+
+
+@pytest.mark.parametrize("mode", ["fwd", "fwd_bwd"])
+def test_the_traffic_is_the_sum_of_our_kernels_costs(mode: str) -> None:
+    """Router and metadata are no part of it."""
+    steps = {
+        "fwd": [up_proj.up_proj_cost, down_proj.down_proj_cost, aggregate.aggregate_cost],
+        "bwd": [d_act.d_act_cost, weight_grad.weight_grad_2_cost, d_input.d_input_cost, weight_grad.weight_grad_1_cost,
+                aggregate.aggregate_cost],
+    }  # fmt: skip
+    costs = [cost(QWEN, QWEN.R, 2) for cost in steps["fwd"] + (steps["bwd"] if mode == "fwd_bwd" else [])]
+    assert sum(cost.bytes for cost in costs) == traffic.total("sonic", mode, QWEN)
+    assert sum(cost.bytes_once for cost in costs) == traffic.total("sonic", mode, QWEN, once=True)
+
+
+def io_rows(counted: bool) -> list[Row]:
+    rows = []
+    for n in (256, 512, 1024):
+        shape = paper.shape("7B", n)
+        for impl, more in (("sonic", 1.0), ("scattermoe", 1.1)):
+            size = int(more * traffic.total(impl, "fwd_bwd", shape, once=True))
+            told = Counters(status="ok", dram_read=size // 2, dram_write=size - size // 2, l2_hit=0.5, tensor_pipe=0.6)
+            given = {"op": "layer", "mode": "fwd_bwd", "counters": told if counted else Counters(status="missing")}
+            rows.append(measured(shape, impl, sweep="io" if counted else "granularity", **given))
+    return rows
+
+
+def test_fig3_sets_counters_beside_the_model(tmp_path: Path) -> None:
+    drawn = figures.build("fig3", write(tmp_path, io_rows(counted=True)))
+    found = drawn.table[drawn.table.impl == "scattermoe"]
+    assert found.dram_over_once.to_numpy() == pytest.approx([1.1] * 3, rel=1e-6)
+    said = " ".join(text.get_text() for text in drawn.figure.texts)
+    assert "sonic: counted bytes are 1.00 times the model with gathered rows once" in said
+    assert figures.png(drawn.figure, dpi=50)
+
+
+def test_fig3_without_counters_is_the_model_and_says_so(tmp_path: Path) -> None:
+    drawn = figures.build("fig3", write(tmp_path, io_rows(counted=False)))
+    assert drawn.table.dram_gib.isna().all() and drawn.table.model_gib.notna().all()
+    assert "no row has hardware counters" in " ".join(text.get_text() for text in drawn.figure.texts)

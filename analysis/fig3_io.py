@@ -1,0 +1,147 @@
+"""Bytes to and from memory against granularity: finer experts move more at equal work, the fused layer least.
+
+Mirrors Fig 3 of the paper, whose values were not published as numbers. Lines are the model (`analysis.traffic`) at the
+shapes that have rows, of `sonic` a band between every gathered row counted once and at every use. Filled marks are
+DRAM bytes read and written by the card's counters (Nsight Compute, caches emptied before each kernel), where a row has
+them; they are never filled in from the model.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from analysis import common, figures, load, traffic
+from sonic import derive
+from sonic.shapes import Shape
+
+SWEEP = "io"
+ALSO = ("granularity",)
+TITLE = "Bytes to and from memory against granularity"
+
+_MODES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
+_SIZES = list(load.SHAPE)
+_ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+#: Implementation -> the method of the model that it is.
+METHOD = {
+    "sonic": "sonic", "sonicmoe_official": "sonic", "scattermoe": "scattermoe", "momoe": "momoe",
+    "momoe_save_all": "momoe", "torch_grouped_mm": "standard", "torch_loop": "standard",
+}  # fmt: skip
+_NAMES = {"sonic": "sonic", "scattermoe": "scattermoe", "momoe": "momoe", "standard": "torch_grouped_mm"}
+
+
+def select(rows: pd.DataFrame) -> pd.DataFrame:
+    """Whole layers in both modes, seeds pooled; `panel` is the model size, `dram_gib` what the counters say."""
+    rows = rows[(rows.op == "layer") & rows["mode"].isin(tuple(_MODES))]
+    if rows.empty:
+        raise load.NothingLeft("no whole layer was measured")
+    # a point that both sweeps hold counts once, with its counters
+    rows = rows.sort_values("sweep", key=lambda sweep: sweep != SWEEP, kind="stable")
+    rows = rows.drop_duplicates([*_SIZES, "impl", "family", "dtype", "mode", "seed"])
+    data = common.label_series(load.pool_seeds(load.one_series(rows)))
+    panel = [common.size_panel(*sizes) for sizes in data[_SIZES].itertuples(index=False)]
+    return data.assign(panel=panel, dram_gib=data.dram_bytes / derive.GIB)
+
+
+def modelled(data: pd.DataFrame) -> pd.DataFrame:
+    """The model at every shape of the rows: a line per shape, mode and method, GiB at every use and once."""
+    dtype = data["dtype"].iloc[0]
+    lines = []
+    for sizes in common.shapes_in_order(data):
+        shape = Shape(*sizes)
+        for mode in _MODES:
+            for method in traffic.MODEL:
+                every, once = (
+                    traffic.total(method, mode, shape, _ITEMSIZE[dtype], once) / derive.GIB for once in (False, True)
+                )
+                given = dict(zip(_SIZES, sizes, strict=True)) | {"G": shape.G, "panel": common.size_panel(*sizes)}
+                lines.append(given | {"mode": mode, "method": method, "gib": every, "gib_once": once})
+    return pd.DataFrame(lines)
+
+
+def draw(figure: Figure, data: pd.DataFrame) -> None:
+    """One column per model size, forward above both passes."""
+    model, sizes = modelled(data), common.size_panels(data)
+    sheet = common.panels(figure, len(_MODES), len(sizes))
+    for column, size in enumerate(sizes):
+        for row, (mode, words) in enumerate(_MODES.items()):
+            ax = sheet.axes[row, column]
+            _draw_model(ax, model[(model.panel == size) & (model["mode"] == mode)])
+            _draw_counted(ax, data[(data.panel == size) & (data["mode"] == mode)])
+            common.size_axis(ax, set(model[model.panel == size].G), "G = d/n" if row else "")
+            common.value_axis(ax, f"{words}, GiB" if column == 0 else "")
+            ax.set_title(size if row == 0 else "")
+    counted = data[data.dram_gib.notna()]
+    handles = [
+        Line2D([], [], color=common.look(_NAMES[method]).colour, linestyle="--", label=f"model, {_told(method)}")
+        for method in traffic.MODEL
+    ]
+    handles += [
+        Line2D([], [], linestyle="", color=common.look(impl).colour, marker=common.look(impl).marker, label=impl)
+        for impl in dict.fromkeys(counted.impl)
+    ]
+    notes = ["Band of sonic: a gathered row read from memory once, or at every use."]
+    if counted.empty:
+        notes.append("Model alone: no row has hardware counters (measure.counters=true, which needs a GPU and ncu).")
+    else:
+        notes += _distances(table(data))
+    subtitle = common.provenance(data, untimed="modelled bytes" if counted.empty else "bytes by ncu and by model")
+    sheet.finish(TITLE, subtitle, handles, notes)
+
+
+def _told(method: str) -> str:
+    return "standard PyTorch" if method == "standard" else method
+
+
+def _draw_model(ax: Axes, here: pd.DataFrame) -> None:
+    for method, line in here.sort_values("G").groupby("method", sort=False):
+        colour = common.look(_NAMES[method]).colour
+        ax.plot(line.G, line.gib, color=colour, linestyle="--", linewidth=1.1)
+        if method == "sonic":
+            ax.fill_between(line.G, line.gib_once, line.gib, color=colour, alpha=0.2, linewidth=0)
+
+
+def _draw_counted(ax: Axes, here: pd.DataFrame) -> None:
+    for impl, line in here[here.dram_gib.notna()].sort_values("G").groupby("impl", sort=False):
+        look = common.look(impl)
+        ax.plot(line.G, line.dram_gib, color=look.colour, marker=look.marker, markersize=5, linestyle="", zorder=4)
+
+
+def _distances(found: pd.DataFrame) -> list[str]:
+    """How far the counters are from the model, by implementation."""
+    notes = []
+    for impl, group in found[found.dram_gib.notna()].groupby("impl", sort=False):
+        low, high = group.dram_over_once.min(), group.dram_over_model.max()
+        notes.append(f"{impl}: counted bytes are {low:.2f} times the model with gathered rows once at least, and "
+                     f"{high:.2f} times the model at every use at most.")  # fmt: skip
+    return notes
+
+
+def table(data: pd.DataFrame) -> pd.DataFrame:
+    """Per shape, mode and implementation: GiB by the model (every use, once) and by the counters, and their ratios."""
+    model = modelled(data)
+    out = data.assign(method=data.impl.map(METHOD))
+    out = out[out.method.notna()]
+    keys = [*_SIZES, "mode", "method"]
+    out["model_gib"] = common.lookup(out, model, keys, "gib")
+    out["model_once_gib"] = common.lookup(out, model, keys, "gib_once")
+    out["dram_over_model"] = common.ratio(out.dram_gib, out.model_gib)
+    out["dram_over_once"] = common.ratio(out.dram_gib, out.model_once_gib)
+    columns = [
+        *_SIZES, "G", "mode", "impl", "series", "model_gib", "model_once_gib", "dram_gib", "dram_over_model",
+        "dram_over_once",
+    ]  # fmt: skip
+    return out[columns].reset_index(drop=True)
+
+
+def main() -> int:
+    """Draws this figure; the options are those of `python -m analysis`."""
+    return figures.file_main(__file__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
