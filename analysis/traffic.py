@@ -50,3 +50,32 @@ def total(method: str, mode: str, shape: Shape, itemsize: int = 2, once: bool = 
     forward, backward = MODEL[method]
     size = forward.bytes(shape, itemsize, once)
     return size if mode == "fwd" else size + backward.bytes(shape, itemsize, once)
+
+
+def of_knobs(gather: str, activation: str, ds: str, cache: str) -> tuple[Multiples, Multiples]:
+    """Forward and backward of the `sonic` layer under its ablation knobs; those at rest give `MODEL["sonic"]`.
+
+    Where sums are taken and how tiles are scheduled moves no bytes in this model.
+    """
+    forward, backward = MODEL["sonic"]
+    apart, kernel = 2 * (gather == "separate"), 2 * (activation == "separate")
+    # rows of X written and read by the GEMM instead of gathered there; H read by a SwiGLU kernel
+    forward = Multiples(forward.wide + apart, forward.narrow + kernel, forward.weights, forward.tokens, 1)
+    wide, narrow, gathered = backward.wide, backward.narrow + kernel, backward.gathered
+    if ds == "from_y":
+        # dO gathered for dY and for <dO, Y>, dY written and read twice, Y read: six in the place of two gathers
+        wide += 4
+        narrow -= cache in ("h_a", "h_a_y")  # A was kept: no A' is written
+    elif gather == "separate":
+        wide, gathered = wide + 2, gathered - 1
+    if gather == "separate":
+        kept = cache == "h_a_y"
+        wide, gathered = wide + (0 if kept else 2), gathered - kept
+    return forward, Multiples(wide, narrow, backward.weights, backward.tokens, gathered)
+
+
+def total_of_knobs(mode: str, shape: Shape, itemsize: int = 2, once: bool = False, **knobs: str) -> int:
+    """Bytes of the `sonic` layer under ablation knobs (`of_knobs`), forward or both passes."""
+    forward, backward = of_knobs(**knobs)
+    size = forward.bytes(shape, itemsize, once)
+    return size if mode == "fwd" else size + backward.bytes(shape, itemsize, once)
