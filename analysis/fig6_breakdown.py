@@ -39,10 +39,10 @@ _COLOURS = dict(
 def select(rows: pd.DataFrame) -> pd.DataFrame:
     """Whole layers in both modes with times of their kernels, seeds pooled, of one shape."""
     rows = rows[(rows.op == "layer") & rows["mode"].isin(("fwd", "fwd_bwd"))]
-    if not rows.kernels.map(bool).any():
-        raise load.NothingLeft("no row of a whole layer has times of its kernels")
+    if not (rows.kernels.map(bool) & (rows["mode"] == "fwd")).any():
+        raise load.NothingLeft("no row of a whole layer's forward has times of its kernels")
     data = common.label_series(load.pool_seeds(load.one_series(rows)))
-    shapes = common.shapes_in_order(data[data.kernels.map(bool)])
+    shapes = common.shapes_in_order(data[data.kernels.map(bool) & (data["mode"] == "fwd")])
     shape = SHOWN if SHOWN in shapes else shapes[0]
     return data[(data[_SIZES] == list(shape)).all(axis=1)].reset_index(drop=True)
 

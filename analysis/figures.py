@@ -223,14 +223,15 @@ def cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def run(ids: Sequence[str], options: argparse.Namespace) -> int:
+def run(ids: Sequence[str], options: argparse.Namespace, named: bool = True) -> int:
     """Draws the figures and prints their numbers.
 
-    0 when all that were named are drawn (without names: all that have rows), 1 when one has no rows, 2 when rows of
-    several GPUs, methods or clocks would be mixed, or a file cannot be read or written; the other figures are drawn all
-    the same.
+    0 when all that were named are drawn (without names: all that have rows; where `ids` are not what a user named: at
+    least one), 1 when one has no rows, 2 when rows of several GPUs, methods or clocks would be mixed, or a file cannot
+    be read or written; the other figures are drawn all the same.
     """
     pending: list[str] = []
+    count = 0
     refused = False
     reported: set[tuple[Path, int]] = set()
     for figure_id in ids or discover():
@@ -243,7 +244,7 @@ def run(ids: Sequence[str], options: argparse.Namespace) -> int:
             print(f"{figure_id}: {error}", file=sys.stderr)
             refused, faults = True, []
         else:
-            faults = drawn.faults
+            faults, count = drawn.faults, count + 1
             say(f"{drawn.id}: {drawn.title} [{drawn.gpu}]")
             say(show_table(drawn.table))
             folder = options.out or home(options.results, drawn.gpu)
@@ -262,7 +263,7 @@ def run(ids: Sequence[str], options: argparse.Namespace) -> int:
         say("Not drawn:")
         for line in pending:
             say(f"  {line}")
-    return 2 if refused else 1 if pending and ids else 0
+    return 2 if refused else 1 if pending and ids and (named or not count) else 0
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -336,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not ids:
             say(f"no figure is drawn from sweep {options.for_sweep!r}")
             return 0
-    return run(ids, options)
+    return run(ids, options, named=not options.for_sweep)
 
 
 def file_main(file: str, argv: Sequence[str] | None = None) -> int:
