@@ -2,7 +2,10 @@
 
 `sonic.moe` for op=layer, `sonic.experts` for op=experts; under another router `sonic.routing.route` and
 `sonic.experts_plan`. Given pairs of varying number per token are sorted by expert within op=experts, as ids are.
-op=routing is what comes before the experts: logits to rows sorted by expert. Limits are the layer's own: E to 4096, K
+op=routing is what comes before the experts: logits to rows sorted by expert. Kernels that gather take `knobs.gather`:
+`separate` times the gather and the GEMM on its rows, `given` the GEMM alone; `knobs.activation=separate` leaves
+up_proj and d_act their GEMM alone. op=combine is the down-projection and the sum over each token's rows, in the way of
+`knobs.aggregate`. Limits are the layer's own: E to 4096, K
 to 64, fp64 in the torch family only. `tile.*` changes the sizes that it names in the kernel's own choice, in every
 GEMM kernel or in `tile.kernel` alone.
 """
@@ -51,6 +54,7 @@ _FUNCTIONS = {
     "d_input": "_grouped_gemm_kernel",
     "weight_grad_1": "_weight_grad_kernel",
     "routing": "_scatter_kernel",
+    "gather_rows": "_gather_rows_kernel",
 }
 _COSTS: dict[str, Callable[..., Cost]] = {
     "router_topk": router_topk.router_topk_cost,
@@ -63,6 +67,7 @@ _COSTS: dict[str, Callable[..., Cost]] = {
     "d_input": d_input.d_input_cost,
     "weight_grad_1": weight_grad.weight_grad_1_cost,
     "routing": router_topk.router_topk_cost,
+    "gather_rows": aggregate.gather_rows_cost,
 }
 #: Steps of one pass, in the order in which the layer launches them.
 _FORWARD = ("router_topk", "metadata", "up_proj", "down_proj", "aggregate")
@@ -72,6 +77,14 @@ _GEMMS = {"up_proj": 4, "down_proj": 2, "d_act": 2, "d_input": 4, "weight_grad_1
 
 #: The ablation knobs at rest; the byte model describes these.
 _PLAIN = {"gather": "fused", "activation": "fused", "aggregate": "gather_sum", "ds": "from_da", "cache": "h"}
+#: Ablation knobs that one kernel alone takes, by op.
+_KERNEL_KNOBS = {
+    "up_proj": ("gather", "activation"),
+    "d_act": ("gather", "activation"),
+    "weight_grad_1": ("gather",),
+    "weight_grad_2": ("gather",),
+    "combine": ("aggregate",),
+}
 #: Schedules that a family's kernels have.
 _SCHEDULES = {"triton": ("persistent", "static_map"), "hopper": ("persistent", "cooperative", "pingpong")}
 
@@ -188,7 +201,10 @@ def _source_hash() -> str:
 
 def _choices(point: Point, family: str) -> layer.Choices:
     """The kernels that a point's knobs ask for. ValueError for knobs that exclude each other."""
-    return layer.Choices(family, **{name: getattr(point.knobs, name) for name in _PLAIN})
+    knobs = {name: getattr(point.knobs, name) for name in _PLAIN}
+    if point.op in KERNEL_OPS:
+        knobs["gather"] = _PLAIN["gather"]  # a kernel alone knows a third way, which is no layer's
+    return layer.Choices(family, **knobs)
 
 
 class Impl(Adapter):
@@ -225,8 +241,9 @@ class Impl(Adapter):
         if (refusal := dtype_refusal(point, DTYPES)) is not None:
             return refusal
         if point.op in KERNEL_OPS:
+            taken = _KERNEL_KNOBS.get(point.op, ())
             for name, value in _PLAIN.items():
-                if getattr(point.knobs, name) != value:
+                if name not in taken and getattr(point.knobs, name) != value:
                     return f"knobs.{name} is {getattr(point.knobs, name)!r}; op={point.op} runs with {value!r}"
         for name in ("aggregate", "ds", "cache"):
             if point.routing.method in routers.RAGGED and getattr(point.knobs, name) != _PLAIN[name]:
@@ -354,7 +371,17 @@ class Impl(Adapter):
             self._outputs = lambda: _tensors(self._rows_of(logits, self.family, steps), op)
             self._twin = lambda: _tensors(self._rows_of(logits, "torch", twin), op)
             return
+        knobs, into = self.point.knobs, self.choices.into
+        fused, bare = knobs.gather == "fused", knobs.activation == "separate"
         meta = steps.metadata(p.ids_TK, self.shape.E)
+        given = {}
+        if knobs.gather == "given":
+            given = {id(t): t.index_select(0, meta.gather_idx_R) for t in (p.x_Td, p.do_Td)}
+
+        def read(s: layer.Steps, t: torch.Tensor) -> torch.Tensor:
+            """What a GEMM reads of x or dO: tokens that it gathers, or rows."""
+            return t if fused else given[id(t)] if given else s.gather_rows(t, meta.gather_idx_R)
+
         w1 = self.choices.w1_view(p.w1_E2nd)
         scores_R = p.scores_TK.flatten()[meta.slot_idx_R.long()]
         match op:
@@ -364,25 +391,47 @@ class Impl(Adapter):
             case "metadata":
                 call = lambda s: s.metadata(p.ids_TK, self.shape.E)  # noqa: E731
             case "up_proj":
-                call = lambda s, **t: s.up_proj(p.x_Td, w1, meta, **t)  # noqa: E731
+                call = lambda s, **t: s.up_proj(  # noqa: E731
+                    read(s, p.x_Td), w1, meta, gather=fused, with_act=not bare, **t
+                )
             case "down_proj":
                 a = rows(p.R, n)
                 call = lambda s, **t: s.down_proj(a, p.w2_Edn, meta, **t)  # noqa: E731
             case "aggregate":
                 y = rows(p.R, d)
                 call = lambda s: s.aggregate(y, meta.row_idx_R, p.scores_TK, self.shape.T, self.K)  # noqa: E731
+            case "combine":
+                a = rows(p.R, n)
+
+                def call(s: layer.Steps, **t: Tile) -> torch.Tensor:
+                    y = s.down_proj(a, p.w2_Edn, meta, into=into, scores=p.scores_TK, **t)
+                    if into == "tokens":
+                        return y.to(p.dtype)
+                    return s.aggregate(y, meta.row_idx_R if into == "rows" else None, p.scores_TK, meta.T, self.K)
+
+                tile = self.choices.tile("down_proj")
+            case "d_act" if bare:
+                call = lambda s, **t: s.d_act_gemm(  # noqa: E731
+                    read(s, p.do_Td), p.w2_Edn, meta, gather=fused, **t
+                )
             case "d_act":
                 h = rows(p.R, 2 * n)
-                call = lambda s, **t: s.d_act(p.do_Td, p.w2_Edn, h, scores_R, meta, **t)  # noqa: E731
+                call = lambda s, **t: s.d_act(  # noqa: E731
+                    read(s, p.do_Td), p.w2_Edn, h, scores_R, meta, gather=fused, **t
+                )
             case "d_input":
                 dh = rows(p.R, 2 * n)
                 call = lambda s, **t: s.d_input(dh, w1, meta, **t)  # noqa: E731
             case "weight_grad_1":
                 dh = rows(p.R, 2 * n)
-                call = lambda s, **t: s.weight_grad_1(p.x_Td, dh, torch.empty_like(w1), meta, **t)  # noqa: E731
+                call = lambda s, **t: s.weight_grad_1(  # noqa: E731
+                    read(s, p.x_Td), dh, torch.empty_like(w1), meta, gather=fused, **t
+                )
             case "weight_grad_2":
                 ap = rows(p.R, n)
-                call = lambda s, **t: s.weight_grad_2(p.do_Td, ap, torch.empty_like(p.w2_Edn), meta, **t)  # noqa: E731
+                call = lambda s, **t: s.weight_grad_2(  # noqa: E731
+                    read(s, p.do_Td), ap, torch.empty_like(p.w2_Edn), meta, gather=fused, **t
+                )
         self._outputs = lambda: _tensors(call(steps, **tile), self.point.op)
         self._twin = lambda: _tensors(call(twin), self.point.op)
 
@@ -418,14 +467,25 @@ class Impl(Adapter):
     # What a row says beside times
 
     def _steps(self) -> tuple[str, ...]:
-        if self.point.op in KERNEL_OPS:
-            return (self.point.op,)
+        op = self.point.op
+        if op == "combine":
+            return ("down_proj", "aggregate")
+        if op in KERNEL_OPS:
+            return ("gather_rows", op) if self.point.knobs.gather == "separate" else (op,)
         forward = _FORWARD if self.layer else _FORWARD[1:]
         return forward + (_BACKWARD if self.point.mode == "fwd_bwd" else ())
 
     def _cost(self, step: str) -> Cost:
-        options = {"with_h": self.point.mode != "fwd_infer"} if step == "up_proj" else {}
-        return _COSTS[step](self.shape, self.problem.R, self.problem.dtype.itemsize, **options)
+        options, knobs = {}, self.point.knobs
+        alone = self.point.op in KERNEL_OPS
+        bare = alone and knobs.activation == "separate"
+        if step == "up_proj":
+            options = {"with_h": self.point.mode != "fwd_infer", "with_act": not bare}
+        elif step == "d_act":
+            options = {"fused": not bare}
+        cost = _COSTS[step](self.shape, self.problem.R, self.problem.dtype.itemsize, **options)
+        in_rows = alone and knobs.gather != "fused" and step != "gather_rows"
+        return replace(cost, gathered={}) if in_rows else cost
 
     def _tile(self, step: str) -> Tile | None:
         if step not in _GEMMS or self.family == "torch":
@@ -443,13 +503,16 @@ class Impl(Adapter):
             sizes = tile.sizes() if tile else None
             moved, once = (cost.bytes, cost.bytes_once) if self._plain else (None, None)
             name = _FUNCTIONS[step]
+            if step == "d_act" and self.tiling.kernel(step) == "d_act_gemm" and self.family == "hopper":
+                name = _FUNCTIONS["d_input"]  # its grouped GEMM
             found.append(KernelTime(name=name, us=0.0, flops=cost.flops, bytes=moved, bytes_once=once, tile=sizes))
         return found
 
     @property
     def _plain(self) -> bool:
-        """Whether the ablation knobs are at rest, so that the byte model fits."""
-        return all(getattr(self.point.knobs, name) == value for name, value in _PLAIN.items())
+        """Whether the ablation knobs are at rest, or one kernel's own, so that the byte model fits."""
+        own = () if self.point.knobs.aggregate == "atomic" else _KERNEL_KNOBS.get(self.point.op, ())
+        return all(getattr(self.point.knobs, name) == value for name, value in _PLAIN.items() if name not in own)
 
     def bytes_model(self) -> int | None:
         """Ideal traffic of all steps, gathered rows counted once per use; None for an ablation, which moves more, and
@@ -461,7 +524,7 @@ class Impl(Adapter):
     @property
     def flops_model(self) -> int:
         """Model FLOPs of one kernel alone."""
-        return self._cost(self.point.op).flops
+        return sum(self._cost(step).flops for step in self._steps())
 
     @property
     def flops_padded(self) -> int | None:
@@ -517,7 +580,7 @@ def _tensors(result: object, op: str) -> list[torch.Tensor]:
     """A kernel's outputs as a list; partial sums of dS, whose number depends on the tile, are added up."""
     if isinstance(result, metadata.Metadata):
         return [result.offsets_E1, result.slot_idx_R, result.gather_idx_R, result.row_idx_R]
-    outputs = list(result) if isinstance(result, tuple) else [result]
-    if op == "d_act":
+    outputs = [part for part in (result if isinstance(result, tuple) else (result,)) if part is not None]
+    if op == "d_act" and len(outputs) > 1:
         outputs[2] = outputs[2].sum(0)
     return outputs

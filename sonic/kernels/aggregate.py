@@ -164,6 +164,12 @@ def scores_of_y_torch(
     return (do_Td[gather_idx_R.long()].to(wide) * y.to(wide)).sum(1)[None]
 
 
+def gather_rows_cost(shape: Shape, R: int, itemsize: int) -> Cost:
+    """Tokens read through the routing, rows written."""
+    rows = itemsize * R * shape.d
+    return Cost(0, {"x": rows, "rows": rows}, {"x": itemsize * shape.T * shape.d})
+
+
 def aggregate_cost(shape: Shape, R: int, itemsize: int) -> Cost:
     """Y read once, O written; 2 R d additions and products are not model FLOPs."""
     return Cost(0, {"y": itemsize * R * shape.d, "o": itemsize * shape.T * shape.d}, {})

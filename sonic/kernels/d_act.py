@@ -368,17 +368,10 @@ def d_scores_torch(partials: torch.Tensor, row_idx_R: torch.Tensor) -> torch.Ten
     return partials.sum(0)[row_idx_R.long()]
 
 
-def d_act_cost(shape: Shape, R: int, itemsize: int) -> Cost:
-    """2 R n d FLOPs; dO gathered, W2 and H read once, dH and A' written."""
+def d_act_cost(shape: Shape, R: int, itemsize: int, fused: bool = True) -> Cost:
+    """2 R n d FLOPs; dO gathered, W2 and H read once, dH and A' written; without the epilogue dA' alone."""
     d, n = shape.d, shape.n
-    return Cost(
-        2 * R * n * d,
-        {
-            "do": itemsize * R * d,
-            "w2": itemsize * shape.E * n * d,
-            "h": itemsize * 2 * R * n,
-            "dh": itemsize * 2 * R * n,
-            "ap": itemsize * R * n,
-        },
-        {"do": itemsize * shape.T * d},
-    )
+    tensors = {"do": itemsize * R * d, "w2": itemsize * shape.E * n * d, "ap": itemsize * R * n}
+    if fused:
+        tensors |= {"h": itemsize * 2 * R * n, "dh": itemsize * 2 * R * n}
+    return Cost(2 * R * n * d, tensors, {"do": itemsize * shape.T * d})

@@ -240,10 +240,12 @@ def _swiglu_wide(h_R2n: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def up_proj_cost(shape: Shape, R: int, itemsize: int, with_h: bool = True) -> Cost:
+def up_proj_cost(shape: Shape, R: int, itemsize: int, with_h: bool = True, with_act: bool = True) -> Cost:
     """4 R n d FLOPs; X gathered, W1 read once, H (not in inference) and A written."""
     d, n = shape.d, shape.n
-    tensors = {"x": itemsize * R * d, "w1": itemsize * 2 * shape.E * n * d, "a": itemsize * R * n}
+    tensors = {"x": itemsize * R * d, "w1": itemsize * 2 * shape.E * n * d}
+    if with_act:
+        tensors["a"] = itemsize * R * n
     if with_h:
         tensors["h"] = itemsize * 2 * R * n
     return Cost(4 * R * n * d, tensors, {"x": itemsize * shape.T * d})

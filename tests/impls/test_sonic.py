@@ -7,7 +7,7 @@ import torch
 
 from sonic.impls.sonic import Impl
 from sonic.problem import Problem
-from sonic.record import KERNEL_OPS, Knobs, Point, Routing, Settings, ShapeSpec, TileSpec
+from sonic.record import KERNEL_OPS, KernelTime, Knobs, Point, Routing, Settings, ShapeSpec, TileSpec
 from sonic.worker import serve_point
 
 SHAPE = ShapeSpec(T=17, d=64, n=32, E=5, K=2)
@@ -29,6 +29,58 @@ def test_every_kernel_alone_gives_a_row(op: str):
     outcome = serve_point(point(op=op, mode="fwd"), SETTINGS).outcome
     assert outcome.status == "ok", outcome.reason
     assert outcome.errors and max(outcome.errors.values()) <= 2
+
+
+VARIANTS = [
+    ("up_proj", {"gather": "separate"}),
+    ("up_proj", {"gather": "given", "activation": "separate"}),
+    ("d_act", {"gather": "given"}),
+    ("d_act", {"gather": "separate", "activation": "separate"}),
+    ("weight_grad_1", {"gather": "separate"}),
+    ("weight_grad_1", {"gather": "given"}),
+    ("weight_grad_2", {"gather": "given"}),
+    ("combine", {"aggregate": "scatter_sum"}),
+    ("combine", {"aggregate": "atomic"}),
+]
+
+
+@pytest.mark.parametrize(("op", "knobs"), VARIANTS, ids=str)
+@pytest.mark.parametrize("family", ["triton", "torch"])
+def test_a_kernel_without_one_of_its_fusions(op: str, knobs: dict[str, str], family: str):
+    asked = point(op=op, mode="fwd", knobs=Knobs(family=family, **knobs))
+    outcome = serve_point(asked, SETTINGS).outcome
+    assert outcome.status == "ok", outcome.reason
+    assert outcome.errors and max(outcome.errors.values()) <= 2
+
+
+def test_the_cost_of_a_kernel_follows_its_knobs():
+    """Rows instead of tokens are read once each; a gather kernel reads and writes them before; a GEMM alone has no A."""
+    pair, weights = 4 * 34 * 64, 4 * 5 * 64 * 64
+
+    def cost(**knobs: str) -> list[KernelTime]:
+        return adapter(op="up_proj", mode="fwd", knobs=Knobs(family="triton", **knobs)).kernels_cost
+
+    (fused,), (given,) = cost(), cost(gather="given")
+    assert fused.bytes == given.bytes == given.bytes_once > fused.bytes_once
+    gather, gemm = cost(gather="separate")
+    assert (gather.bytes, gemm.bytes) == (2 * pair, given.bytes)
+    (bare,) = cost(gather="given", activation="separate")
+    assert bare.bytes == pair + weights + pair and bare.flops == fused.flops
+    both = adapter(op="combine", mode="fwd", knobs=Knobs(family="triton"))
+    assert [kernel.name for kernel in both.kernels_cost] == ["_grouped_gemm_kernel", "_aggregate_kernel"]
+    assert both.flops_model == 2 * 34 * 32 * 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"op": "experts", "knobs": Knobs(gather="given")}, "gather is 'given'; allowed: fused, separate"),
+        ({"op": "down_proj", "mode": "fwd", "knobs": Knobs(gather="given")}, "knobs.gather is 'given'; op=down_proj"),
+        ({"op": "up_proj", "mode": "fwd", "knobs": Knobs(aggregate="atomic")}, "knobs.aggregate is 'atomic'; op=up"),
+    ],
+)  # fmt: skip
+def test_a_knob_that_an_op_does_not_have(fields: dict, text: str):
+    assert text in Impl.supports(point(**fields), torch.device("cpu"))
 
 
 def test_a_wrong_index_is_an_error_of_its_own_kind():
