@@ -8,12 +8,12 @@ import pytest
 
 from analysis import figures, ladder_ideas, paper, traffic
 from sonic.config import load
-from sonic.record import Counters, Knobs, Routing, Row
+from sonic.record import Counters, Knobs, Routing, Row, TileSpec
 from tests.analysis_rows import measured, unmeasured, write
 
 SHAPE = paper.shape("7B", 256)
 AT_REST = {"gather": "fused", "activation": "fused", "ds": "from_da", "cache": "h"}
-GIVEN = {"sweep": "ladder", "op": "experts"}
+GIVEN = {"sweep": "ladder", "op": "experts", "routing": Routing(distribution="uniform")}
 
 
 def row(us: float, mode: str = "fwd_bwd", counted: bool = True, **knobs: str | None) -> Row:
@@ -32,8 +32,8 @@ def rows(counted: bool = True) -> list[Row]:
         if idea not in ("warp specialisation", "ping-pong"):  # these two are rungs
             found.append(row(4e3 + 1.5e3, counted=counted, **(top | change)))
     found.append(unmeasured(SHAPE, "oom", impl="torch_grouped_mm", mode="fwd_bwd", **GIVEN))
-    rounding = Routing(method="tr_nearest_freq", tile=128)
-    found.append(measured(SHAPE, us=3.5e3, mode="fwd_bwd", knobs=Knobs(family="hopper"), routing=rounding, **GIVEN))
+    rounding = GIVEN | {"routing": Routing(method="tr_nearest_freq", tile=128, distribution="uniform")}
+    found.append(measured(SHAPE, us=3.5e3, mode="fwd_bwd", knobs=Knobs(family="hopper"), **rounding))
     return found
 
 
@@ -97,3 +97,31 @@ def test_the_sweep_measures_every_rung_and_every_idea_left_out() -> None:
         assert knobs in there
     for idea, change in ladder_ideas.OUT.items():
         assert top | change in there, idea
+
+
+def test_a_single_rung_is_no_ladder(tmp_path: Path) -> None:
+    with pytest.raises(figures.NotDrawn, match="no shape has two rungs"):
+        figures.build("ladder", write(tmp_path, rows()[:1]))
+
+
+def test_other_dtypes_and_tiles_are_no_rungs(tmp_path: Path) -> None:
+    top = list(ladder_ideas.rungs().values())[-1]
+    wide = measured(SHAPE, us=99e3, mode="fwd_bwd", knobs=Knobs(**top), dtype="fp32", **GIVEN)
+    tiled = measured(SHAPE, us=99e3, mode="fwd_bwd", knobs=Knobs(**top), tile=TileSpec(m=64), **GIVEN)
+    found = figures.build("ladder", write(tmp_path, [wide, tiled, *rows()])).table.set_index("rung")
+    assert found.ms["+ ping-pong"] == pytest.approx(4.0)
+
+
+def test_an_idea_that_could_not_be_left_out_shows_why(tmp_path: Path) -> None:
+    top = list(ladder_ideas.rungs().values())[-1]
+    failed = [row for row in rows() if row.knobs.ds == "from_da" or row.knobs.family == "triton"]
+    failed.append(unmeasured(SHAPE, "oom", knobs=Knobs(**(top | {"ds": "from_y"})), mode="fwd_bwd", **GIVEN))
+    drawn = figures.build("ladder", write(tmp_path, failed))
+    assert drawn.table.set_index("rung").out_status["+ dS from dA"] == "oom"
+    words = [text.get_text() for ax in drawn.figure.axes for text in ax.texts]
+    assert words.count("\N{MULTIPLICATION SIGN} oom") == 3  # the library's bars, and the idea
+
+
+def test_without_held_bytes_the_figure_still_draws(tmp_path: Path) -> None:
+    bare = [row.model_copy(update={"held_bytes": None}) for row in rows()]
+    assert figures.png(figures.build("ladder", write(tmp_path, bare)).figure, dpi=50)

@@ -167,7 +167,10 @@ class _Tiling:
         if isinstance(tile, HopperTile):
             # the weight gradients have one schedule, which a request for the others leaves alone
             if schedule not in (None, "persistent", tile.schedule) and not step.startswith("weight_grad"):
-                tile = next(t for t in self.candidates(step) if t.schedule == schedule)
+                fit = [t for t in self.candidates(step) if t.schedule == schedule]
+                if not fit:
+                    raise ValueError(f"knobs.schedule is {schedule!r}; {step} has no such tile at these sizes")
+                tile = fit[0]
             if spec.warps is not None:
                 raise ValueError(f"tile.warps is {spec.warps}; the hopper family fixes its warps")
             tile = tile.override(m=spec.m, n=spec.n, k=spec.k, stages=spec.stages)

@@ -54,7 +54,7 @@ def test_a_kernel_without_one_of_its_fusions(op: str, knobs: dict[str, str], fam
 
 
 def test_the_cost_of_a_kernel_follows_its_knobs():
-    """Rows instead of tokens are read once each; a gather kernel reads and writes them before; a GEMM alone has no A."""
+    """Rows instead of tokens are each read once; a gather kernel reads and writes them first; a GEMM alone has no A."""
     pair, weights = 4 * 34 * 64, 4 * 5 * 64 * 64
 
     def cost(**knobs: str) -> list[KernelTime]:
