@@ -15,6 +15,8 @@ from sonic.record import Point
 
 
 class Impl(torch_grouped_mm.Impl):
+    OPS = frozenset({"layer", "experts"})
+    KNOBS = frozenset()
     properties = None
     undeclared = "Inductor decides what is fused and what is kept"
 
