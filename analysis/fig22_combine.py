@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from analysis import alone, figures
 
 SWEEP = "combine"
-TITLE = "Down-projection and aggregation, three ways to bring rows together"
+TITLE = "Down-projection and aggregation, three ways"
 OPS = {"combine": "down-projection and aggregation", "down_proj": "down-projection alone"}
 _QUANTITY = "tflops"
 _SAID = ("gather-and-sum over scatter-and-sum: GEMM alone +20.1%, with the aggregation +17% on average.",)
