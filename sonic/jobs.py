@@ -96,11 +96,13 @@ def info_of(point: Point, description: Description) -> ImplInfo:
     return description.impls.get(point.impl, missing)
 
 
-def wanted(row: Row | None, info: ImplInfo, resume: bool, retry: Iterable[str]) -> bool:
-    """Whether a point with this newest row is measured (again)."""
+def wanted(row: Row | None, info: ImplInfo, resume: bool, retry: Iterable[str], counters: bool = False) -> bool:
+    """Whether a point with this newest row is measured (again), as it is where `counters` were never asked of it."""
     if retry:
         return row is not None and row.status in retry
     if not resume or row is None:
+        return True
+    if counters and row.status == "ok" and row.counters.status == "off":
         return True
     if row.status == "unavailable" and not info.available:
         return row.reason != info.reason
@@ -196,7 +198,7 @@ def run_chunk(plan: Plan, chunk: int) -> None:
     todo = [
         (key, point, info)
         for key, point, info in zip(keys, points, (info_of(point, description) for point in points), strict=True)
-        if wanted(held.get(key), info, plan.resume, plan.retry)
+        if wanted(held.get(key), info, plan.resume, plan.retry, plan.settings.counters)
     ]
     report = Report(
         keys=keys, todo=[key for key, *_ in todo], rows=str(path), env=where, faults=[str(fault) for fault in faults]

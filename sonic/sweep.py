@@ -699,7 +699,7 @@ def dry_run(sweep: Sweep, merged: Merged, description: Description, retry: list[
     for key, point in zip(jobs.keys_of(plan.points, description), plan.points, strict=True):
         row = held.get(key)
         info = jobs.info_of(point, description)
-        mine = jobs.wanted(row, info, plan.resume, retry)
+        mine = jobs.wanted(row, info, plan.resume, retry, plan.settings.counters)
         seconds = known.get(point.impl, usual) if info.available else 0.0
         if mine and info.available and flops_of(point) > most:
             seconds, large = limit, True

@@ -109,6 +109,12 @@ def test_a_half_done_sweep_goes_on(command: Command) -> None:
     assert "measured now: 6; rows of earlier runs: 2" in command.out
 
 
+def test_counters_that_were_never_asked_of_a_row_are_a_reason_to_measure(command: Command) -> None:
+    command(*TINY, "impl=sonic", "routing.seed=0,8")
+    assert command(*TINY, "impl=sonic", "routing.seed=0,8", "measure.counters=true") == 0
+    assert len(command.measured()) == 1  # the other one does not fit the card whatever is counted
+
+
 def test_resume_false_adds_newer_rows(command: Command) -> None:
     command(*TINY, "impl=sonic")
     command(*TINY, "impl=sonic", "resume=false")
