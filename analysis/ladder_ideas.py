@@ -81,16 +81,16 @@ def select(rows: pd.DataFrame) -> pd.DataFrame:
     data = common.label_series(load.pool_seeds(rows[rows["dtype"] == rows["dtype"].mode().iloc[0]]))
     data = data.assign(dram_gib=data.dram_bytes / derive.GIB)
     if not _shapes(table(data), data):
-        raise load.NothingLeft("no shape has two rungs of the ladder")
+        raise load.NothingLeft("no shape has two rungs of the ladder in a row")
     return data
 
 
 def _shapes(found: pd.DataFrame, data: pd.DataFrame) -> list[tuple[int, ...]]:
-    """Shapes of which two rungs at least were measured."""
-    if found.empty:
+    """Shapes of which a rung and the one before it were measured; the others only leave ideas out."""
+    if "saved_ms" not in found:
         return []
-    whole = found[found.rung.isin(rungs()) & found.ms.notna()].groupby(_SIZES).rung.nunique()
-    return [sizes for sizes in common.shapes_in_order(data) if whole.get(sizes, 0) > 1]
+    climbed = set(found.loc[found.saved_ms.notna(), _SIZES].itertuples(index=False, name=None))
+    return [sizes for sizes in common.shapes_in_order(data) if sizes in climbed]
 
 
 def _row(here: pd.DataFrame, knobs: Mapping[str, str | None]) -> pd.Series | None:
@@ -109,8 +109,8 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
     """Per shape and mode a line per rung, then the library and token rounding.
 
     ms, held_gib, model_gib (a gathered row at every use; `model_once_gib`: once) and dram_gib; `saved_*` what the
-    rung's idea takes off each; `out_ms` without the idea, `out_saved` what it saves there, `interaction` how much more
-    that is than from below, all in ms.
+    rung's idea takes off each; `out_ms` without the idea, `out_saved` what it saves there (`out_status` says why not),
+    `interaction` how much more that is than from below, all in ms.
     """
     lines = []
     for sizes in common.shapes_in_order(data):
@@ -141,7 +141,8 @@ def _chain(here: pd.DataFrame, sizes: tuple[int, ...], mode: str) -> list[dict[s
             idea = name.removeprefix("+ ")
             if idea in OUT and top is not None:
                 without = _row(here, list(steps.values())[-1] | OUT[idea])
-                line["out_status"] = "no row" if without is None else without.status
+                untimed = top if np.isnan(top.ms) else without  # what the difference lacks, if it lacks anything
+                line["out_status"] = "no row" if untimed is None else untimed.status
                 line["out_ms"] = np.nan if without is None else without.ms
                 line["out_saved"] = line["out_ms"] - top.ms
                 line["interaction"] = line["out_saved"] - line["saved_ms"]
@@ -171,11 +172,13 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     found = table(data)
     both = found[found["mode"] == ("fwd_bwd" if _shapes(found[found["mode"] == "fwd_bwd"], data) else "fwd")]
     shapes = _shapes(both, data)
-    sheet = common.panels(figure, 4, len(shapes), size=(3.9, 2.0), share_x=False, gap=(1.75, 0.55))
+    note = common.time_note(data)
+    gap = (1.75, 0.55 + 0.17 * note.count("\n"))
+    sheet = common.panels(figure, 4, len(shapes), size=(3.9, 2.0), share_x=False, gap=gap)
     for column, sizes in enumerate(shapes):
         here = both[(both[_SIZES] == list(sizes)).all(axis=1)]
         for row, paint in enumerate((_time, _worth, _held, _moved)):
-            paint(sheet.axes[row, column], here, common.time_note(data))
+            paint(sheet.axes[row, column], here, note)
         sheet.axes[0, column].set_title(common.shape_name(*sizes))
     handles = [
         Patch(facecolor=_COLOURS["below"], label="added to the rung before"),
@@ -185,14 +188,19 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     sheet.finish(TITLE, common.provenance(data), handles, _notes(data, found, shapes) + common.row_notes(data))
 
 
+def _missing(status: str) -> str:
+    """What stands in place of a bar; a row that is `ok` was not measured for it."""
+    return f"\N{MULTIPLICATION SIGN} {'not measured' if status == 'ok' else status.replace('_', ' ')}"
+
+
 def _bars(ax: Axes, here: pd.DataFrame, what: str, form: str, label: str) -> None:
     """Horizontal bars of one quantity, what a rung saves in full colour beyond it."""
     for at, line in enumerate(here.itertuples()):
         value = getattr(line, what)
         apart = line.rung in ("library", _ROUNDING)
         if np.isnan(value):
-            ax.annotate(f"\N{MULTIPLICATION SIGN} {line.status}", (0, at), xytext=(3, 0), textcoords="offset points",
-                        va="center", fontsize=6.5)  # fmt: skip
+            ax.annotate(_missing(line.status), (0, at), xytext=(3, 0), textcoords="offset points", va="center",
+                        fontsize=6.5)  # fmt: skip
             continue
         ax.barh(at, value, height=0.7, color=_COLOURS["apart"] if apart else "#e4b9bf")
         saved = getattr(line, f"saved_{what}", float("nan"))
@@ -202,7 +210,7 @@ def _bars(ax: Axes, here: pd.DataFrame, what: str, form: str, label: str) -> Non
             ax.barh(at, -saved, left=value + saved, height=0.7, facecolor="none", edgecolor=_COLOURS["below"])
         edge = value + (max(0.0, saved) if not apart and saved == saved else 0.0)
         ax.annotate(
-            format(value, form), (edge, at), xytext=(3, 0), textcoords="offset points", va="center", fontsize=6.5
+            format(value, form), (edge, at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=6.5
         )
     ax.set_yticks(range(len(here)), here.rung)
     ax.set_ylim(len(here) - 0.5, -0.5)
@@ -238,8 +246,8 @@ def _worth(ax: Axes, here: pd.DataFrame, note: str) -> None:
                 ax.annotate(f"{value:.3g}", (max(value, 0.0), at + offset), xytext=(3, 0), textcoords="offset points",
                             va="center", fontsize=6)  # fmt: skip
             elif what == "out_saved" and isinstance(getattr(line, "out_status", None), str):
-                ax.annotate(f"\N{MULTIPLICATION SIGN} {line.out_status}", (0, at + offset), xytext=(3, 0),
-                            textcoords="offset points", va="center", fontsize=6)  # fmt: skip
+                ax.annotate(_missing(line.out_status), (0, at + offset), xytext=(3, 0), textcoords="offset points",
+                            va="center", fontsize=6)  # fmt: skip
     ax.set_yticks(range(len(lines)), [rung.removeprefix("+ ") for rung in lines.rung])
     ax.set_ylim(len(lines) - 0.5, -0.5)
     ax.axvline(0, color="black", linewidth=0.7)
@@ -292,7 +300,7 @@ def _agreement(both: pd.DataFrame) -> list[str]:
 
 
 def _by_granularity(data: pd.DataFrame) -> list[str]:
-    """Which idea pays most, left out of the whole, at each granularity of one model size."""
+    """Which three ideas pay most, left out of the whole, at each granularity."""
     top = list(rungs().values())[-1]
     words = []
     for sizes in common.shapes_in_order(data):
@@ -303,8 +311,9 @@ def _by_granularity(data: pd.DataFrame) -> list[str]:
         found = {idea: _row(here, top | change) for idea, change in OUT.items()}
         worth = {idea: row.ms / whole.ms - 1 for idea, row in found.items() if row is not None and row.ms > 0}
         if len(worth) > 1:
-            best = max(worth, key=worth.get)
-            words.append(f"{common.shape_name(*sizes)} {best} ({worth[best]:.0%})")
+            dearest = sorted(worth, key=worth.get, reverse=True)[:3]
+            told = ", ".join(f"{idea} {worth[idea]:+.0%}" for idea in dearest)
+            words.append(f"{common.shape_name(*sizes)} {told}")
     return [f"Dearest to leave out: {'; '.join(words)}."] if words else []
 
 

@@ -104,6 +104,28 @@ def test_a_single_rung_is_no_ladder(tmp_path: Path) -> None:
         figures.build("ladder", write(tmp_path, rows()[:1]))
 
 
+def test_a_shape_that_only_leaves_ideas_out_is_told_and_has_no_column(tmp_path: Path) -> None:
+    fine, top = paper.shape("7B", 64), list(ladder_ideas.rungs().values())[-1]
+    out = [row(us, **(top | change)).model_copy(update={"shape": fine, "key": f"fine{us}"}) for us, change in (
+        (4e3, {}), (4.4e3, {"gather": "separate"}), (5e3, ladder_ideas.OUT["warp specialisation"]),
+    )]  # fmt: skip
+    drawn = figures.build("ladder", write(tmp_path, [*rows(), *out]))
+    assert [ax.get_title() for ax in drawn.figure.axes if ax.get_title()] == ["7B n=256"]
+    said = " ".join(" ".join(text.get_text() for text in drawn.figure.texts).split())
+    assert "7B n=64 warp specialisation +25%, fused gather +10%" in said
+    with pytest.raises(figures.NotDrawn, match="in a row"):
+        figures.build("ladder", write(tmp_path / "alone", out))
+
+
+def test_where_the_whole_cannot_run_nothing_is_worth_anything(tmp_path: Path) -> None:
+    top = list(ladder_ideas.rungs().values())[-1]
+    portable = [row for row in rows() if row.knobs.family == "triton"]
+    portable.append(unmeasured(SHAPE, "unsupported", knobs=Knobs(**top), mode="fwd_bwd", **GIVEN))
+    found = figures.build("ladder", write(tmp_path, portable)).table.set_index("rung")
+    assert found.out_status["+ warp specialisation"] == "unsupported" == found.status["+ ping-pong"]
+    assert found.saved_ms["+ persistent"] == pytest.approx(1.0) and "out_saved" not in found
+
+
 def test_other_dtypes_and_tiles_are_no_rungs(tmp_path: Path) -> None:
     top = list(ladder_ideas.rungs().values())[-1]
     wide = measured(SHAPE, us=99e3, mode="fwd_bwd", knobs=Knobs(**top), dtype="fp32", **GIVEN)

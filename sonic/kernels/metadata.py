@@ -27,8 +27,8 @@ import triton.language as tl
 from sonic.kernels.common import INTERPRET, Cost, cdiv, launch_sized, next_power_of_2
 from sonic.shapes import Shape
 
-#: Slots per program, which the scatter sorts by expert.
-_BLOCK = 512
+#: Slots per program, which the scatter sorts by expert; the interpreter sorts few at once far sooner.
+_BLOCK = 64 if INTERPRET else 512
 #: Slots per program of `restore`.
 _RESTORE_BLOCK = 512
 #: Blocks and experts that one step of the prefix sum takes.
