@@ -6,9 +6,7 @@ Mirrors Fig 19 of the paper (up- and down-projection of the forward, twelve shap
 from __future__ import annotations
 
 import sys
-
-import pandas as pd
-from matplotlib.figure import Figure
+from functools import partial
 
 from analysis import alone, figures
 
@@ -18,20 +16,9 @@ OPS = {"up_proj": "up-projection, H alone", "down_proj": "down-projection"}
 _QUANTITY = "tflops"
 _SAID = ("SonicMoE over DeepGEMM +2.7% up, +10.0% down on average.",)
 
-
-def select(rows: pd.DataFrame) -> pd.DataFrame:
-    """As `alone.select`."""
-    return alone.select(rows, tuple(OPS))
-
-
-def draw(figure: Figure, data: pd.DataFrame) -> None:
-    """A panel per op, a group of bars per shape."""
-    alone.draw(figure, data, TITLE, _QUANTITY, OPS, _SAID)
-
-
-def table(data: pd.DataFrame) -> pd.DataFrame:
-    """As `alone.table`."""
-    return alone.table(data, _QUANTITY)
+select = partial(alone.select, ops=tuple(OPS))
+table = partial(alone.table, quantity=_QUANTITY)
+draw = partial(alone.draw, title=TITLE, quantity=_QUANTITY, ops=OPS, said=_SAID)
 
 
 def main() -> int:

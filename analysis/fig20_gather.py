@@ -7,6 +7,7 @@ already; the FLOPs are the GEMM's in all three.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -19,10 +20,8 @@ OPS = {"up_proj": "up-projection: gather on M", "weight_grad_1": "dW1: gather on
 _QUANTITY = "tflops"
 _SAID = ("the fused gather costs 6.3% on M and 8.5% on K, on average.",)
 
-
-def select(rows: pd.DataFrame) -> pd.DataFrame:
-    """As `alone.select`."""
-    return alone.select(rows, tuple(OPS))
+select = partial(alone.select, ops=tuple(OPS))
+table = partial(alone.table, quantity=_QUANTITY)
 
 
 def _own(data: pd.DataFrame) -> list[str]:
@@ -40,13 +39,8 @@ def _own(data: pd.DataFrame) -> list[str]:
 
 
 def draw(figure: Figure, data: pd.DataFrame) -> None:
-    """A panel per op, a group of bars per shape."""
+    """A panel per op, a group of bars per shape, and our averages below the paper's."""
     alone.draw(figure, data, TITLE, _QUANTITY, OPS, _SAID, _own(data))
-
-
-def table(data: pd.DataFrame) -> pd.DataFrame:
-    """As `alone.table`."""
-    return alone.table(data, _QUANTITY)
 
 
 def main() -> int:

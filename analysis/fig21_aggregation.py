@@ -6,9 +6,7 @@ Mirrors Fig 21 of the paper. Bytes are those of the model, every row read once a
 from __future__ import annotations
 
 import sys
-
-import pandas as pd
-from matplotlib.figure import Figure
+from functools import partial
 
 from analysis import alone, figures
 
@@ -18,20 +16,9 @@ OPS = {"aggregate": "O = sum of a token's rows"}
 _QUANTITY = "gbps"
 _SAID = ("2.92 times ScatterMoE's torch.bmm, 1.05 times MoMoE's torch.sum, 0.98 of a sum over contiguous rows.",)
 
-
-def select(rows: pd.DataFrame) -> pd.DataFrame:
-    """As `alone.select`."""
-    return alone.select(rows, tuple(OPS))
-
-
-def draw(figure: Figure, data: pd.DataFrame) -> None:
-    """A panel per op, a group of bars per shape."""
-    alone.draw(figure, data, TITLE, _QUANTITY, OPS, _SAID)
-
-
-def table(data: pd.DataFrame) -> pd.DataFrame:
-    """As `alone.table`."""
-    return alone.table(data, _QUANTITY)
+select = partial(alone.select, ops=tuple(OPS))
+table = partial(alone.table, quantity=_QUANTITY)
+draw = partial(alone.draw, title=TITLE, quantity=_QUANTITY, ops=OPS, said=_SAID)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ atomic results are written by the Triton kernels, whatever the family.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -19,10 +20,8 @@ OPS = {"combine": "down-projection and aggregation", "down_proj": "down-projecti
 _QUANTITY = "tflops"
 _SAID = ("gather-and-sum over scatter-and-sum: GEMM alone +20.1%, with the aggregation +17% on average.",)
 
-
-def select(rows: pd.DataFrame) -> pd.DataFrame:
-    """As `alone.select`."""
-    return alone.select(rows, tuple(OPS))
+select = partial(alone.select, ops=tuple(OPS))
+table = partial(alone.table, quantity=_QUANTITY)
 
 
 def _own(data: pd.DataFrame) -> list[str]:
@@ -33,13 +32,8 @@ def _own(data: pd.DataFrame) -> list[str]:
 
 
 def draw(figure: Figure, data: pd.DataFrame) -> None:
-    """A panel per op, a group of bars per shape."""
+    """A panel per op, a group of bars per shape, and our averages below the paper's."""
     alone.draw(figure, data, TITLE, _QUANTITY, OPS, _SAID, _own(data))
-
-
-def table(data: pd.DataFrame) -> pd.DataFrame:
-    """As `alone.table`."""
-    return alone.table(data, _QUANTITY)
 
 
 def main() -> int:
