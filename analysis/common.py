@@ -98,6 +98,9 @@ RHO_LABEL = "experts E  (activation ratio \N{GREEK SMALL LETTER RHO} = K/E below
 #: of that card's name, so that drawing elsewhere never replaces what the README shows.
 HOME_GPU = "nvidia-h200"
 
+#: Bytes of an element.
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
 #: Busy time this far above the event time of the same call needs faster clocks in the event pass: no call ends before
 #: its kernels do.
 CLOCKS_DIFFER = 1.03

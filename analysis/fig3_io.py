@@ -25,7 +25,6 @@ TITLE = "Bytes to and from memory against granularity"
 
 _MODES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 _SIZES = list(load.SHAPE)
-_ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 #: Implementation -> the method of the model that it is.
 METHOD = {
     "sonic": "sonic", "sonicmoe_official": "sonic", "scattermoe": "scattermoe", "momoe": "momoe",
@@ -49,15 +48,13 @@ def select(rows: pd.DataFrame) -> pd.DataFrame:
 
 def modelled(data: pd.DataFrame) -> pd.DataFrame:
     """The model at every shape of the rows: a line per shape, mode and method, GiB at every use and once."""
-    dtype = data["dtype"].iloc[0]
+    width = common.ITEMSIZE[data["dtype"].iloc[0]]
     lines = []
     for sizes in common.shapes_in_order(data):
         shape = Shape(*sizes)
         for mode in _MODES:
             for method in traffic.MODEL:
-                every, once = (
-                    traffic.total(method, mode, shape, _ITEMSIZE[dtype], once) / derive.GIB for once in (False, True)
-                )
+                every, once = (traffic.total(method, mode, shape, width, once) / derive.GIB for once in (False, True))
                 given = dict(zip(_SIZES, sizes, strict=True)) | {"G": shape.G, "panel": common.size_panel(*sizes)}
                 lines.append(given | {"mode": mode, "method": method, "gib": every, "gib_once": once})
     return pd.DataFrame(lines)
@@ -81,8 +78,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
         for method in traffic.MODEL
     ]
     handles += [
-        Line2D([], [], linestyle="", color=common.look(impl).colour, marker=common.look(impl).marker, label=impl)
-        for impl in dict.fromkeys(counted.impl)
+        Line2D([], [], linestyle="", label=name, **_mark(line.iloc[0])) for name, line in common.series_of(counted)
     ]
     notes = ["Band of sonic: a gathered row read from memory once, or at every use."]
     if counted.empty:
@@ -106,26 +102,35 @@ def _draw_model(ax: Axes, here: pd.DataFrame) -> None:
 
 
 def _draw_counted(ax: Axes, here: pd.DataFrame) -> None:
-    for impl, line in here[here.dram_gib.notna()].sort_values("G").groupby("impl", sort=False):
-        look = common.look(impl)
-        ax.plot(line.G, line.dram_gib, color=look.colour, marker=look.marker, markersize=5, linestyle="", zorder=4)
+    # The first series lies on top and is the smallest, so that marks of one value all show.
+    for number, (_, line) in enumerate(common.series_of(here[here.dram_gib.notna()])):
+        ax.plot(line.G, line.dram_gib, linestyle="", markersize=4 + 1.5 * number, zorder=4 - 0.1 * number,
+                **_mark(line.iloc[0]))  # fmt: skip
+
+
+def _mark(line: pd.Series) -> dict[str, object]:
+    style = common.style_of(line.impl, line.variant)
+    return {"color": style["color"], "marker": style["marker"]}
 
 
 def _distances(found: pd.DataFrame) -> list[str]:
-    """How far the counters are from the model, by implementation."""
+    """How far the counters are from the model, by series."""
     notes = []
-    for impl, group in found[found.dram_gib.notna()].groupby("impl", sort=False):
-        low, high = group.dram_over_once.min(), group.dram_over_model.max()
-        notes.append(f"{impl}: counted bytes are {low:.2f} times the model with gathered rows once at least, and "
-                     f"{high:.2f} times the model at every use at most.")  # fmt: skip
+    for name, group in found[found.dram_over_model.notna()].groupby("series", sort=False):
+        once, every = group.dram_over_once, group.dram_over_model
+        notes.append(f"{name}: counted over modelled bytes {once.min():.2f} to {once.max():.2f} with gathered rows "
+                     f"once, {every.min():.2f} to {every.max():.2f} at every use.")  # fmt: skip
     return notes
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:
-    """Per shape, mode and implementation: GiB by the model (every use, once) and by the counters, and their ratios."""
+    """Per shape, mode and implementation: GiB by the model (every use, once) and by the counters, and their ratios.
+
+    An implementation that is no method of the model has a line where it was counted.
+    """
     model = modelled(data)
     out = data.assign(method=data.impl.map(METHOD))
-    out = out[out.method.notna()]
+    out = out[out.method.notna() | out.dram_gib.notna()]
     keys = [*_SIZES, "mode", "method"]
     out["model_gib"] = common.lookup(out, model, keys, "gib")
     out["model_once_gib"] = common.lookup(out, model, keys, "gib_once")

@@ -2,8 +2,10 @@
 
 Mirrors Fig 6 of the paper (7B n=256). Every bar is the sum of kernel times, without gaps between them; kernels are
 sorted into the paper's classes by their names (`analysis.classes`). The backward is what a call of both passes runs
-beyond the forward. The paper's totals on an H100 stand as hollow diamonds. Where an implementation launches more
-kernels than a row lists one by one, kernels of one name are one sum, which goes to the class of the first of them.
+beyond the forward: by name and in launch order, each kernel of the forward's row is taken off the row of both passes.
+The paper's totals on an H100 stand as hollow diamonds; the times and rates of single kernels that its text gives stand
+in the table. Where an implementation launches more kernels than a row lists one by one, kernels of one name are one
+sum, which goes to one class: `GEMM` for products of several.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from analysis import classes, common, figures, load, paper
+from sonic.shapes import Shape
 
 SWEEP = "throughput"
 TITLE = "Runtime of a layer by what its kernels do"
@@ -24,16 +27,22 @@ TITLE = "Runtime of a layer by what its kernels do"
 SHOWN = (24576, 1536, 256, 128, 8)
 _SIZES = list(load.SHAPE)
 _PASSES = {"fwd": "forward", "bwd": "backward"}
-_COLOURS = dict(
-    zip(
-        dict.fromkeys((*classes.FORWARD, *classes.BACKWARD)),
-        (
-            "#7f7f7f", "#ffbb78", "#d62728", "#98df8a", "#1f77b4", "#c5b0d5", "#9467bd", "#c7c7c7", "#e7e7e7",
-            "#ff7f0e", "#e377c2", "#8c564b", "#2ca02c", "#17becf", "#aec7e8", "#ff9896",
-        ),
-        strict=False,
-    )
-)  # fmt: skip
+#: Class -> the paper's kernels that do no more and no less, as `paper.fig6` names them.
+_NAMED = {
+    "up proj": ("up_proj",), "SwiGLU": ("swiglu",), "down proj": ("down_proj",), "dH": ("d_act_gemm", "d_act"),
+    "dS": ("ds",), "dSwiGLU": ("d_swiglu",), "dXt": ("d_input",),
+}  # fmt: skip
+#: Width of a bar's number as a share of the axis.
+_LABEL = 0.08
+#: Kernels of a series that are named where no class knows them.
+_LARGEST = 2
+#: In the order of the legend; what gathers, what multiplies and what activates in hues of their own.
+_COLOURS = {
+    "router": "#7f7f7f", "gather X": "#ffbb78", "gather dO": "#ff9a3c", "gather dO, X": "#d9730d",
+    "up proj": "#d62728", "SwiGLU": "#98df8a", "down proj": "#1f77b4", "scatter Y": "#c5b0d5",
+    "dH": "#e377c2", "dS": "#bcbd22", "dSwiGLU": "#2ca02c", "dW2": "#17becf", "dXt": "#aec7e8", "dW1": "#ff9896",
+    "expert agg": "#9467bd", "GEMM": "#8c564b", "other": "#dcdcdc",
+}  # fmt: skip
 
 
 def select(rows: pd.DataFrame) -> pd.DataFrame:
@@ -48,7 +57,7 @@ def select(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def parts(data: pd.DataFrame) -> pd.DataFrame:
-    """Per series, pass and class: ms of its kernels, how many, and the TFLOP/s of a product."""
+    """Per series, pass and class: ms of its kernels, how many, TFLOP/s of a product, TB/s by the paper's bytes."""
     lines = []
     for name, group in common.series_of(data):
         by_mode = {line["mode"]: line for _, line in group.iterrows() if line.kernels}
@@ -59,17 +68,18 @@ def parts(data: pd.DataFrame) -> pd.DataFrame:
         if "fwd_bwd" in by_mode:
             rest = classes.backward_of(by_mode["fwd_bwd"].kernels, forward.kernels)
             found["bwd"] = classes.classify(forward.impl, rest, backward=True)
-        rnd = (forward["T"] * forward.K if pd.isna(forward.R) else forward.R) * forward.n * forward.d
+        shape = Shape(*forward[_SIZES])
         for step, kernels in found.items():
             for kind in classes.FORWARD if step == "fwd" else classes.BACKWARD:
                 mine = [kernel for kernel in kernels if kernel.kind == kind]
                 if mine:
                     ms = sum(kernel.us for kernel in mine) / 1e3
-                    rate = classes.FLOPS.get(kind, float("nan")) * rnd / ms / 1e9
+                    flops = classes.FLOPS.get(kind, float("nan")) * shape.R * shape.n * shape.d
+                    moved = classes.moved(kind, {kernel.kind for kernel in kernels})
+                    size = float("nan") if moved is None else moved.bytes(shape, common.ITEMSIZE[forward["dtype"]])
                     lines.append({
                         "series": name, "impl": forward.impl, "pass": step, "class": kind, "ms": ms,
-                        "kernels": len(mine), "tflops": rate,
-                        "largest": max(mine, key=lambda kernel: kernel.us).name[:60],
+                        "kernels": len(mine), "tflops": flops / ms / 1e9, "tbps": size / ms / 1e9, "parts": mine,
                     })  # fmt: skip
     return pd.DataFrame(lines)
 
@@ -77,7 +87,7 @@ def parts(data: pd.DataFrame) -> pd.DataFrame:
 def draw(figure: Figure, data: pd.DataFrame) -> None:
     """A stacked bar per series and pass, in ms, its parts in the paper's order."""
     found = parts(data)
-    names = [name for name in dict.fromkeys(data.series) if (found.series == name).any()]
+    names = list(dict.fromkeys(found.series))
     height = max(1.6, 0.3 * len(names))
     sheet = common.panels(figure, 1, 2, size=(4.6, height), share_x=False, gap=(1.7, 0.4))
     beside = _paper(data)
@@ -90,12 +100,16 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
             impl = data[data.series == name].impl.iloc[0]
             said = beside[(beside.impl == impl) & (beside.quantity == step)].value
             first = name == next(s for s in names if data[data.series == s].impl.iloc[0] == impl)
+            total = reach = own.ms.sum()
+            clear = 4
             if len(said) and first:
                 ax.plot([said.iloc[0]], [at], marker="D", markersize=5, markerfacecolor="white",
                         markeredgecolor=common.look(impl).colour, linestyle="", zorder=5)  # fmt: skip
                 marked = True
-            total = own.ms.sum()
-            ax.annotate(f"{total:.3g}" if total else _missing(data, name, step), (total, at), xytext=(4, 0),
+                # The number stands behind a diamond that would cover it.
+                if 0 < said.iloc[0] - total < _LABEL * ax.get_xlim()[1]:
+                    reach, clear = said.iloc[0], 7
+            ax.annotate(f"{total:.3g}" if total else _missing(data, name, step), (reach, at), xytext=(clear, 0),
                         textcoords="offset points", va="center", fontsize=6.5)  # fmt: skip
         ax.set_title(f"{common.shape_name(*data[_SIZES].iloc[0])}, {words}")
         ax.set_xlabel("ms")
@@ -104,16 +118,17 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     handles = [Patch(facecolor=_COLOURS[kind], label=kind) for kind in used]
     if marked:
         handles.append(common.paper_handle("paper, H100 (Fig 6), total", line=False))
-    sheet.finish(TITLE, common.provenance(data), handles, _unknown_notes(found) + common.notes(data))
+    clock = common.provenance(data, untimed="sums of kernels' median times")
+    sheet.finish(TITLE, clock, handles, _unknown_notes(found) + common.notes(data))
 
 
 def _bars(ax: Axes, here: pd.DataFrame, names: list[str]) -> None:
     for at, name in enumerate(names):
         left = 0.0
-        for line in here[here.series == name].itertuples():
-            kind = line[4]
-            ax.barh(at, line.ms, left=left, height=0.72, color=_COLOURS[kind], edgecolor="white", linewidth=0.4)
-            left += line.ms
+        own = here[here.series == name]
+        for kind, ms in zip(own["class"], own.ms, strict=True):
+            ax.barh(at, ms, left=left, height=0.72, color=_COLOURS[kind], edgecolor="white", linewidth=0.4)
+            left += ms
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.grid(visible=False, axis="y")
@@ -126,38 +141,51 @@ def _missing(data: pd.DataFrame, name: str, step: str) -> str:
 
 
 def _paper(data: pd.DataFrame) -> pd.DataFrame:
-    """The paper's totals, which are of one shape."""
+    """The paper's totals and single kernels, which are of one shape."""
     values = paper.fig6()
-    values = values[values.quantity.isin(_PASSES)]
     return values if tuple(data[_SIZES].iloc[0]) == SHOWN and not common.on_cpu(data) else values[:0]
 
 
 def _unknown_notes(found: pd.DataFrame) -> list[str]:
-    """How much of each series no rule knows, with the largest of it."""
+    """How much of each series is in no one class of the paper, with the largest of it."""
     notes = []
     for name, group in found.groupby("series", sort=False):
         unknown = group[group["class"].isin(("other", "GEMM"))]
         share = unknown.ms.sum() / group.ms.sum()
         if share > 0.02:
-            largest = unknown.loc[unknown.ms.idxmax()]
-            notes.append(f"{name}: {share:.0%} of the time in no class of the paper, most of it {largest.largest}.")
+            times: dict[str, float] = {}
+            for part in unknown.parts.explode():
+                times[part.name] = times.get(part.name, 0.0) + part.us
+            largest = sorted(times, key=times.get, reverse=True)[:_LARGEST]
+            named = ", ".join(f"{kernel[:60]} ({times[kernel] / 1e3:.3g} ms)" for kernel in largest)
+            notes.append(f"{name}: {share:.0%} of the time in no one class of the paper, most of it {named}.")
     return notes
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:
-    """Per series, pass and class: ms, share of the pass, TFLOP/s of products; and the pass beside the paper's."""
+    """Per series, pass and class ms, share of the pass, TFLOP/s and TB/s, beside the paper's where it has the kernel.
+
+    Lines of the class `sum` hold a pass, and its time over that of `sonic`'s fastest family, ours and the paper's.
+    """
     found = parts(data)
     totals = found.groupby(["series", "impl", "pass"], sort=False).ms.sum().reset_index()
-    beside = _paper(data).rename(columns={"quantity": "pass", "value": "paper_ms"})
-    totals["paper_ms"] = common.lookup(totals, beside, ["impl", "pass"], "paper_ms")
+    beside = _paper(data)
+    theirs = beside.set_index(["impl", "quantity", "unit"]).value.to_dict()
+    totals["paper_ms"] = [theirs.get((*key, "ms")) for key in zip(totals.impl, totals["pass"], strict=True)]
     sonic = {step: group[group.impl == "sonic"].ms.min() for step, group in totals.groupby("pass")}
-    named = beside[beside.impl == "sonic"].set_index("pass").paper_ms
+    named = {step: theirs.get(("sonic", step, "ms")) for step in _PASSES}
     totals["over_sonic"] = totals.ms / totals["pass"].map(sonic)
-    totals["paper_over_sonic"] = totals.paper_ms / totals["pass"].map(named) if len(named) else float("nan")
+    totals["paper_over_sonic"] = common.ratio(totals.paper_ms, totals["pass"].map(named))
     found["share"] = found.ms / found.groupby(["series", "pass"]).ms.transform("sum")
+    for column, unit in (("paper_ms", "ms"), ("paper_tflops", "TFLOPS"), ("paper_tbps", "TB/s")):
+        found[column] = [
+            next((theirs[key] for quantity in _NAMED.get(kind, ()) if (key := (impl, quantity, unit)) in theirs), None)
+            for impl, kind in zip(found.impl, found["class"], strict=True)
+        ]
     both = pd.concat([totals.assign(**{"class": "sum"}), found], ignore_index=True)
     columns = [
-        "series", "pass", "class", "ms", "share", "tflops", "kernels", "paper_ms", "over_sonic", "paper_over_sonic",
+        "series", "pass", "class", "ms", "paper_ms", "share", "tflops", "paper_tflops", "tbps", "paper_tbps", "kernels",
+        "over_sonic", "paper_over_sonic",
     ]  # fmt: skip
     return both[columns].dropna(axis=1, how="all")
 
