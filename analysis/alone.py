@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from analysis import common, load, paper
 
 _SIZES = list(load.SHAPE)
+#: From the fourth variant of an implementation on, where `common.bar_styles` has one hatch for all.
+_HATCHES = ("xxxx", "....", "\\\\\\\\", "||||", "++++")
 _LABELS = {"tflops": "model TFLOP/s", "gbps": "GB/s"}
 
 
@@ -30,12 +34,13 @@ def _place(T: int, d: int, n: int, E: int, K: int) -> str:
 
 def draw(
     figure: Figure, data: pd.DataFrame, title: str, quantity: str, ops: Mapping[str, str], said: Sequence[str],
-    own: Sequence[str] = (),
+    own: Sequence[str] = (), gains: Sequence[paper.KernelGain] = (),
 ) -> None:  # fmt: skip
-    """A panel per op of `ops` (op -> words) with bars of `quantity`; below, what the paper says and what is `own`."""
+    """A panel per op of `ops` (op -> words) with bars of `quantity`; below, what the paper says, `gains` of its text
+    with ours, and what is `own`."""
     there = [op for op in ops if (data.op == op).any()]
     places = list(dict.fromkeys(_place(*sizes) for sizes in common.shapes_in_order(data)))
-    styles = common.bar_styles(data, quantity)
+    styles = _styles(data, quantity)
     width = max(4.4, 0.19 * len(places) * (len(styles) + 0.8))
     sheet = common.panels(figure, len(there), 1, size=(width, 1.9), share_x=False, gap=(0.3, 0.75))
     for ax, op in zip(sheet.axes[:, 0], there, strict=True):
@@ -47,8 +52,29 @@ def draw(
         ax.set_xlabel("model size, n and E/K" if op == there[-1] else "")
         ax.set_ylabel(f"{_LABELS[quantity]}{common.time_note(data)}")
         ax.set_title(ops[op])
-    notes = [*(f"The paper, H100: {text}" for text in said), *own] if not common.on_cpu(data) else []
-    sheet.finish(title, common.provenance(data), common.bar_handles(data, quantity), notes + common.notes(data))
+    said = [*(f"The paper, H100: {text}" for text in said), *_beside(data, gains)]
+    handles = [Patch(label=series, **style) for series, style in styles.items()]
+    notes = [*said, *own] if not common.on_cpu(data) else []
+    sheet.finish(title, common.provenance(data), handles, notes + common.notes(data))
+
+
+def _styles(data: pd.DataFrame, quantity: str) -> dict[str, dict[str, object]]:
+    """As `common.bar_styles`, with a hatch of its own for each of up to eight variants."""
+    styles, seen = common.bar_styles(data, quantity), Counter()
+    for style in styles.values():
+        if style["hatch"] == _HATCHES[0]:
+            seen[style["edgecolor"]] += 1
+            style["hatch"] = _HATCHES[min(seen[style["edgecolor"]], len(_HATCHES)) - 1]
+    return styles
+
+
+def _beside(data: pd.DataFrame, gains: Sequence[paper.KernelGain]) -> list[str]:
+    """The paper's averages and ours in one line."""
+    words = []
+    for gain in gains:
+        here = float("nan") if gain.theirs is None else means(data, gain.op, gain.ours, gain.theirs)
+        words.append(f"{gain.words} {gain.times:.2f}" + (f" (here {here:.2f})" if here == here else ""))
+    return [f"The paper, H100: speed over others, on average: {', '.join(words)}."] if words else []
 
 
 def table(data: pd.DataFrame, quantity: str) -> pd.DataFrame:
@@ -65,6 +91,7 @@ def means(data: pd.DataFrame, op: str, ours: Mapping[str, str], theirs: Mapping[
     """Geometric mean over shapes of the time of one way over that of another, each given by its fields; NaN without
     both."""
     part = data[(data.op == op) & data.ms.notna()]
+    part = part.sort_values("ms")  # of several series that fit, the fastest
     pick = lambda given: part[(part[list(given)] == pd.Series(given)).all(axis=1)].drop_duplicates(_SIZES)  # noqa: E731
     both = pick(theirs).merge(pick(ours), on=_SIZES, suffixes=("", "_ours"))
     return common.geometric_mean(both.ms / both.ms_ours) if len(both) else float("nan")

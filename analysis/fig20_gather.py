@@ -1,7 +1,7 @@
 """What a gather costs: inside the GEMM, as a kernel before it, and without one.
 
 Mirrors Fig 20 of the paper: the up-projection gathers rows of X along M, dW1 along K. `given` rows lie in expert order
-already; the FLOPs are the GEMM's in all three.
+already; the FLOPs are the GEMM's in all three. A package has the ways that its kernels have.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import alone, figures
+from analysis import alone, figures, paper
 
 SWEEP = "gather"
 TITLE = "Grouped GEMMs with a fused, a separate and no gather"
@@ -40,7 +40,7 @@ def _own(data: pd.DataFrame) -> list[str]:
 
 def draw(figure: Figure, data: pd.DataFrame) -> None:
     """A panel per op, a group of bars per shape, and our averages below the paper's."""
-    alone.draw(figure, data, TITLE, _QUANTITY, OPS, _SAID, _own(data))
+    alone.draw(figure, data, TITLE, _QUANTITY, OPS, _SAID, _own(data), paper.KERNEL_GAINS["fig20"])
 
 
 def main() -> int:

@@ -13,7 +13,8 @@ A number that was not found is absent from the tables, never zero. Times, TFLOPS
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -174,8 +175,13 @@ _FIG6_KERNELS = (
     ("SonicMoE", "down_proj", None, 485, 2.52),
     ("DeepGEMM++", "down_proj", None, 413, 2.15),
     ("SonicMoE", "d_act", 0.47, 328, 2.14),
-    ("ScatterMoE", "d_act", 0.99, None, None),  # GEMM 0.43 (364 TFLOPS), dS 0.24, dSwiGLU 0.33
-    ("DeepGEMM++", "d_act", 0.57, None, None),  # GEMM 0.32 (480 TFLOPS), dSwiGLU, dS and A' 0.25
+    ("ScatterMoE", "d_act", 0.99, None, None),  # the three below together
+    ("ScatterMoE", "d_act_gemm", 0.43, 364, None),
+    ("ScatterMoE", "ds", 0.24, None, None),
+    ("ScatterMoE", "d_swiglu", 0.33, None, None),
+    ("DeepGEMM++", "d_act", 0.57, None, None),  # the two below together
+    ("DeepGEMM++", "d_act_gemm", 0.32, 480, None),
+    ("DeepGEMM++", "d_swiglu", 0.25, None, 2.43),  # with dS and A'
     ("SonicMoE", "d_input", 0.50, 618, None),
     ("MoMoE", "d_input", 1.58, 196, None),
 )
@@ -196,6 +202,51 @@ FIG23_TBPS = {"sonic": (1.5, 2.0), "torch_topk": (0.5, 1.0)}
 #: Fig 11 under top-K: (T, d, n, E, K) -> percent of FLOPs wasted, from and to, of the same third party's eye, who does
 #: not say whether of model or of padded FLOPs; no row of `numbers` either.
 FIG11_WASTED = {(16384, 4096, 1024, 256, 4): (15, 20)}
+
+
+class KernelGain(NamedTuple):
+    """An average over the twelve shapes: how many times as fast a kernel of SonicMoE is as another's.
+
+    `ours` and `theirs` pick rows of `op` by their fields; `theirs` is None where nothing here is that kernel.
+    """
+
+    words: str
+    op: str
+    ours: Mapping[str, str]
+    theirs: Mapping[str, str] | None
+    times: float
+
+
+_FUSED, _GIVEN = {"impl": "sonic", "gather": "fused"}, {"impl": "sonic", "gather": "given"}
+
+#: Figs 19 to 21, H100, stated in v1: averages without a shape, so no rows of `numbers`. In Fig 20 a gather is what each
+#: method has for it; the gather's own cost is that of SonicMoE's two.
+KERNEL_GAINS = {
+    "fig19": (
+        KernelGain("up over DeepGEMM", "up_proj", _GIVEN, {"impl": "deepgemm_pp", "gather": "given"}, 1.027),
+        KernelGain("down over DeepGEMM", "down_proj", {"impl": "sonic"}, {"impl": "deepgemm_pp"}, 1.100),
+    ),
+    "fig20": (
+        KernelGain("M-gather over ScatterMoE", "up_proj", _FUSED, {"impl": "scattermoe", "gather": "fused"}, 1.097),
+        KernelGain("M-gather over MoMoE", "up_proj", _FUSED, None, 1.309),
+        KernelGain("M-gather over DeepGEMM", "up_proj", _FUSED, {"impl": "deepgemm_pp", "gather": "separate"}, 1.383),
+        KernelGain("dW1 over ScatterMoE", "weight_grad_1", _GIVEN, {"impl": "scattermoe", "gather": "given"}, 1.235),
+        KernelGain("dW1 over MoMoE", "weight_grad_1", _GIVEN, None, 1.043),
+        KernelGain("dW1 over DeepGEMM", "weight_grad_1", _GIVEN, {"impl": "deepgemm_pp", "gather": "given"}, 1.414),
+        KernelGain(
+            "K-gather over ScatterMoE", "weight_grad_1", _FUSED, {"impl": "scattermoe", "gather": "separate"}, 1.551
+        ),
+        KernelGain("K-gather over MoMoE", "weight_grad_1", _FUSED, None, 1.424),
+        KernelGain(
+            "K-gather over DeepGEMM", "weight_grad_1", _FUSED, {"impl": "deepgemm_pp", "gather": "separate"}, 1.718
+        ),
+    ),
+    "fig21": (
+        KernelGain("ScatterMoE's torch.bmm", "aggregate", {"impl": "sonic"}, {"impl": "torch_bmm"}, 2.92),
+        KernelGain("MoMoE's torch.sum", "aggregate", {"impl": "sonic"}, {"impl": "torch_sum"}, 1.05),
+        KernelGain("a Triton sum over contiguous rows", "aggregate", {"impl": "sonic"}, None, 0.98),
+    ),
+}  # fmt: skip
 
 _HEADLINE = (  # claim, value, unit, shape (T, d, n, E, K) or None, source
     ("fwd+bwd speed over ScatterMoE, 7B n=256, H100", 1.86, "x", (24576, 1536, 256, 128, 8), "abstract"),
@@ -443,9 +494,18 @@ def fig17() -> pd.DataFrame:
     )
 
 
+def fig19() -> pd.DataFrame:
+    """Fig 19: percent that SonicMoE's down-projection gains over DeepGEMM's on contiguous rows, 30B (H100)."""
+    return _table(
+        _row("fig19", "H100", "30B", _sizes(shape("30B", n)), "DeepGEMM", "down_proj gain of SonicMoE", "%", value,
+             "stated", "v1 text on Fig 19")
+        for n, value in ((256, 57.4), (512, 14.0), (1024, 5.3))
+    )  # fmt: skip
+
+
 def numbers() -> pd.DataFrame:
     """All figures above in one long table: one row per number, with device, sizes, implementation, kind and source."""
-    return pd.concat([fig1(), fig6(), fig13(), fig14(), fig15(), fig16(), fig17()], ignore_index=True)
+    return pd.concat([fig1(), fig6(), fig13(), fig14(), fig15(), fig16(), fig17(), fig19()], ignore_index=True)
 
 
 def headline() -> pd.DataFrame:

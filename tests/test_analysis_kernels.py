@@ -7,28 +7,34 @@ from pathlib import Path
 import pytest
 
 from analysis import figures, paper
-from sonic.record import Knobs, Row
+from sonic.record import Knobs, Routing, Row
 from tests.analysis_rows import measured, unmeasured, write
 
+LEARNED, BALANCED = Routing(), Routing(distribution="balanced")
 SHAPES = [paper.shape("7B", n) for n in (256, 512)] + [paper.shape("30B", 1024)]
 
 
-def of(sweep: str, op: str, us: float, impl: str = "sonic", **knobs: str) -> list[Row]:
+def of(sweep: str, op: str, us: float, impl: str = "sonic", routing: Routing = LEARNED, **knobs: str) -> list[Row]:
     """One row per shape; flops and bytes are those of a layer, which no test minds."""
     family = {"family": "hopper"} if impl == "sonic" else {}
-    given = {"sweep": sweep, "op": op, "mode": "fwd", "knobs": Knobs(**(family | knobs))}
+    given = {"sweep": sweep, "op": op, "mode": "fwd", "routing": routing, "knobs": Knobs(**(family | knobs))}
     return [measured(shape, impl, us=us, **given) for shape in SHAPES]
 
 
 ROWS = [
     *of("grouped_gemm", "up_proj", 400.0, gather="given", activation="separate"),
     *of("grouped_gemm", "up_proj", 480.0, "torch_grouped_mm", gather="given"),
-    *of("grouped_gemm", "down_proj", 250.0),
+    *of("grouped_gemm", "down_proj", 250.0), *of("grouped_gemm", "down_proj", 260.0, "deepgemm_pp"),
+    *of("grouped_gemm", "up_proj", 500.0, "deepgemm_pp", gather="given"),
+    *of("grouped_gemm", "up_proj", 380.0, "cublas_bmm", gather="given", routing=BALANCED),
     *of("gather", "up_proj", 424.0), *of("gather", "up_proj", 600.0, gather="separate"),
     *of("gather", "up_proj", 400.0, gather="given"),
     *of("gather", "weight_grad_1", 434.0), *of("gather", "weight_grad_1", 400.0, gather="given"),
     unmeasured(SHAPES[0], "unsupported", "reads rows", impl="torch_grouped_mm", sweep="gather", op="up_proj"),
+    *of("gather", "up_proj", 530.0, "scattermoe"), *of("gather", "up_proj", 500.0, "scattermoe", gather="given"),
+    *of("gather", "weight_grad_1", 868.0, "scattermoe", gather="separate"),
     *of("aggregation", "aggregate", 165.0), *of("aggregation", "aggregate", 700.0, "torch_grouped_mm"),
+    *of("aggregation", "aggregate", 330.0, "torch_bmm"), *of("aggregation", "aggregate", 180.0, "torch_sum"),
     *of("combine", "combine", 400.0, family="triton"),
     *of("combine", "combine", 480.0, family="triton", aggregate="scatter_sum"),
     *of("combine", "down_proj", 300.0, family="triton"),
@@ -59,6 +65,25 @@ def test_fig20_says_what_a_gather_costs(results: Path) -> None:
     said = " ".join(text.get_text() for text in figures.build("fig20", results).figure.texts)
     assert "Here the gather on M costs 6.0% fused and 50.0% as a kernel." in said
     assert "Here the gather on K costs 8.5% fused and nan% as a kernel" not in said
+
+
+def test_the_papers_averages_have_ours_beside_them(results: Path) -> None:
+    def said(figure_id: str) -> str:
+        texts = sorted(figures.build(figure_id, results).figure.texts, key=lambda text: -text.get_position()[1])
+        return " ".join(" ".join(text.get_text() for text in texts).split())
+
+    assert "up over DeepGEMM 1.03 (here 1.25), down over DeepGEMM 1.10 (here 1.04)." in said("fig19")
+    assert "30B, down over DeepGEMM +57.4% at n=256, +14% at n=512, +5.3% at n=1024." in said("fig19")
+    assert "M-gather over ScatterMoE 1.10 (here 1.25), M-gather over MoMoE 1.31, " in said("fig20")
+    assert "dW1 over ScatterMoE 1.24, " in said("fig20") and "K-gather over ScatterMoE 1.55 (here 2.00)" in said(
+        "fig20"
+    )
+    assert "torch.bmm 2.92 (here 2.00), MoMoE's torch.sum 1.05 (here 1.09), a Triton sum" in said("fig21")
+
+
+def test_the_bound_says_that_its_experts_are_equal(results: Path) -> None:
+    table = figures.build("fig19", results).table
+    assert set(table.series[table.series.str.startswith("cublas_bmm")]) == {"cublas_bmm (balanced)"}
 
 
 def test_fig22_says_what_gathering_in_the_sum_saves(results: Path) -> None:

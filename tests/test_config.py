@@ -14,8 +14,8 @@ from sonic.record import Point, Settings
 IMPLS = [
     "ceilings", "cublas_bmm", "deepgemm_pp", "deepgemm_pt", "liger", "megablocks", "megablocks_style",
     "megatron", "moe_ops", "momoe", "momoe_save_all", "momoe_style", "scattermoe", "scattermoe_style", "sonic",
-    "sonicmoe_official", "standard_style", "torch_grouped_mm", "torch_grouped_mm_compiled", "torch_loop",
-    "torch_topk", "transformers", "transformers_eager",
+    "sonicmoe_official", "standard_style", "torch_bmm", "torch_grouped_mm", "torch_grouped_mm_compiled", "torch_loop",
+    "torch_sum", "torch_topk", "transformers", "transformers_eager",
 ]  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_a_family_of_named_shapes_in_order_of_n() -> None:
 
 def test_glob_picks_names() -> None:
     assert {p.impl for p in load(["sweeps=custom", "impl=glob(torch_*)"]).points} == {
-        "torch_grouped_mm", "torch_grouped_mm_compiled", "torch_loop", "torch_topk",
+        "torch_bmm", "torch_grouped_mm", "torch_grouped_mm_compiled", "torch_loop", "torch_sum", "torch_topk",
     }  # fmt: skip
 
 

@@ -151,7 +151,7 @@ def test_a_shape_larger_than_its_twin_is_run_twice(monkeypatch):
         ({"dtype": "fp8"}, "unsupported", "dtype is 'fp8'"),
         ({"op": "up_proj", "mode": "fwd"}, "unsupported", "op is 'up_proj'; torch_loop runs: experts, layer"),
         ({"routing": Routing(distribution="zipf")}, "unsupported", "routing.distribution is 'zipf'"),
-        ({"impl": "cublas_bmm"}, "unsupported", "op is 'layer'; cublas_bmm runs: experts"),
+        ({"impl": "cublas_bmm"}, "unsupported", "op is 'layer'; cublas_bmm runs: d_input, down_proj, experts"),
     ],
 )
 def test_what_cannot_run_says_why(changes, status, reason):

@@ -23,7 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from sonic import layer
-from sonic.impls import _padded
+from sonic.impls import _kernels, _padded
 from sonic.impls._common import (
     HOPPER,
     KernelPackage,
@@ -34,6 +34,7 @@ from sonic.impls._common import (
     source_hash,
     version_of,
 )
+from sonic.impls._kernels import GEMMS, Alone
 from sonic.impls._padded import Padded, pad
 from sonic.kernels.metadata import Metadata
 from sonic.problem import Problem
@@ -74,7 +75,7 @@ class DeepGemm(KernelPackage):
         """Of the package, and of our kernels around its GEMMs."""
         from sonic.impls import sonic as ours
 
-        own = source_hash((__file__, _padded.__file__, sys.modules[cls.__module__].__file__))
+        own = source_hash((__file__, _kernels.__file__, _padded.__file__, sys.modules[cls.__module__].__file__))
         return f"{_package_version()}+{ours.Impl.version()}+{own}"
 
     @staticmethod
@@ -114,6 +115,53 @@ class DeepGemm(KernelPackage):
 
     def experts(self, scores_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
         return _Experts.apply(self.x_Td, scores_TK, self.w1_E2nd, self.w2_Edn, ids_TK.int(), self)
+
+
+class StepAlone(Alone):
+    """One grouped GEMM on rows padded to blocks, and our gather kernel; padding repeats token 0 or is zero.
+
+    Weight gradients are added to fp32 that is not zeroed between calls, nor rounded: the GEMM alone, as in the paper.
+    """
+
+    OPS = GEMMS
+
+    def prepare(self) -> None:
+        import deep_gemm
+
+        p, shape = self.problem, self.shape
+        self.gemms = deep_gemm
+        family = layer.resolve_family("auto", p.device, p.dtype, shape.d, shape.n)
+        self.steps = layer.FAMILIES["torch" if family == "torch" else "triton"]
+        self.rows = pad(self.meta, shape.K, BLOCK)
+        self.place_R = self.rows.row_idx_R.long()[self.meta.slot_idx_R.long()]
+        self.sizes_E = torch.tensor(self.rows.sizes, dtype=torch.int32, device=p.device)
+        self.dw = None
+
+    def gather(self, t_Td: torch.Tensor) -> torch.Tensor:
+        return self.steps.gather_rows(t_Td, self.rows.meta.gather_idx_R)
+
+    def arranged(self, rows: torch.Tensor) -> torch.Tensor:
+        padded = rows.new_zeros(self.rows.meta.R, rows.shape[1])
+        padded[self.place_R] = rows
+        return padded
+
+    def plain(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[self.place_R]
+
+    def multiply(self, rows: torch.Tensor, w_Eab: torch.Tensor) -> torch.Tensor:
+        transposed = not w_Eab.is_contiguous()
+        return _multiply(self.gemms, self.rows, rows, w_Eab.mT if transposed else w_Eab, transposed)
+
+    def outer(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if self.dw is None:
+            self.dw = torch.zeros(self.shape.E, a.shape[1], b.shape[1], dtype=torch.float32, device=a.device)
+        self.gemms.k_grouped_bf16_gemm_tn_contiguous(a, b, self.dw, self.rows.sizes, self.sizes_E, self.dw)
+        return self.dw
+
+    def check(self) -> dict[str, float]:
+        if self.dw is not None:
+            self.dw.zero_()
+        return super().check()
 
 
 def _package_version() -> str:

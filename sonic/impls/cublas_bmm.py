@@ -12,6 +12,8 @@ own, which run at the card's copy bandwidth (torch.compile's did not), and their
 experts: scores are given. Memory: H is kept, x counts as (T, d). Both operand layouts of the weights are timed at
 construction, (E, out, in) and (E, in, out), and the faster one stays; the note says which. A training step would need
 no conversion, since a model may store its weights in either.
+
+One GEMM alone is one bmm on rows in expert order; with `knobs.gather=separate` our gather kernel runs before it.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from typing import Any
 
 import torch
 
-from sonic.impls._common import Adapter, dtype_refusal, leaf
+from sonic.impls._common import dtype_refusal, leaf
+from sonic.impls._kernels import GEMMS, Alone, StepsAlone
 from sonic.layer import FAMILIES, Steps
 from sonic.problem import DTYPES, Problem
-from sonic.record import Point
+from sonic.record import KERNEL_OPS, Point
 
 LAYOUTS = ("out_in", "in_out")
 TRIALS = 5
@@ -77,14 +80,41 @@ class _Bound(torch.autograd.Function):
         return dx, ds.view(K, T).T, dw1, dw2, *(None,) * 6
 
 
-class Impl(Adapter):
-    OPS = frozenset({"experts"})
+def _steps(device: torch.device) -> Steps:
+    """The kernels around the products: ours, on a CPU their twins."""
+    return FAMILIES["triton" if device.type == "cuda" else "torch"]
+
+
+class _Alone(Alone):
+    OPS = GEMMS
+
+    def prepare(self) -> None:
+        self.steps = _steps(self.problem.device)
+
+    def gather(self, t_Td: torch.Tensor) -> torch.Tensor:
+        return self.steps.gather_rows(t_Td, self.meta.gather_idx_R)
+
+    def multiply(self, rows: torch.Tensor, w_Eab: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(self._equal(rows), w_Eab).flatten(0, 1)
+
+    def outer(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(self._equal(a).mT, self._equal(b))
+
+    def _equal(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(self.shape.E, -1, rows.shape[1])
+
+
+class Impl(StepsAlone):
+    OPS = frozenset({"experts", *_Alone.OPS})
+    ALONE = _Alone
     family = "torch"
     undeclared = "a bound: rows are gathered and arranged before the call"
 
     @staticmethod
     def supports(point: Point, device: torch.device) -> str | None:
         shape, distribution = point.shape, point.routing.distribution
+        if reason := Impl.gather_refusal(point):
+            return reason
         if distribution != "balanced":
             return f"routing.distribution is {distribution!r}; the bound needs equal counts per expert: 'balanced'"
         if shape.T == 0 or shape.T * shape.K % shape.E:
@@ -93,24 +123,35 @@ class Impl(Adapter):
         return dtype_refusal(point, allowed)
 
     def __init__(self, problem: Problem, point: Point) -> None:
-        shape = problem.shape
-        T, K, E = shape.T, shape.K, shape.E
-        rows = torch.arange(problem.R, device=problem.device)
-        ids_TK = (rows // (problem.R // E)).view(K, T).T
-        super().__init__(problem.with_routing(ids_TK), point)
-        # Each slot's rows hold all tokens in turn, so the gather is K copies one behind the other.
-        self._x_Ecd = problem.x_Td.repeat(K, 1).view(E, -1, shape.d)
-        self._do_Ecd = problem.do_Td.repeat(K, 1).view(E, -1, shape.d)
-        self._s_R = problem.scores_TK.T.flatten()
-        self._row_idx = rows.view(K, T).T.flatten().int()
-        self._steps = FAMILIES["triton" if problem.device.type == "cuda" else "torch"]
+        if point.op in KERNEL_OPS:
+            super().__init__(problem, point)
+            what = "upper bound, equal experts"
+        else:
+            rows = torch.arange(problem.R, device=problem.device)
+            ids_TK = (rows // (problem.R // problem.shape.E)).view(problem.shape.K, problem.shape.T).T
+            super().__init__(problem.with_routing(ids_TK), point)
+            self._arrange(problem, rows)
+            what = "upper bound, no router, no gather"
+        if point.op.startswith("weight_grad"):
+            self.note = what
+            return
         if problem.device.type == "cuda":
             self._use(self._faster(backward=point.mode == "fwd_bwd"))
             choice = "the faster of two layouts"
         else:
             self._use(LAYOUTS[0])
             choice = "layouts not compared on a CPU"
-        self.note = f"upper bound, no router, no gather; weights ({self._layout}), {choice}"
+        self.note = f"{what}; weights ({self._layout}), {choice}"
+
+    def _arrange(self, problem: Problem, rows: torch.Tensor) -> None:
+        """What the layer reads without a gather; `rows` numbers its rows (R,)."""
+        T, K, E = problem.shape.T, problem.shape.K, problem.shape.E
+        # Each slot's rows hold all tokens in turn, so the gather is K copies one behind the other.
+        self._x_Ecd = problem.x_Td.repeat(K, 1).view(E, -1, problem.shape.d)
+        self._do_Ecd = problem.do_Td.repeat(K, 1).view(E, -1, problem.shape.d)
+        self._s_R = problem.scores_TK.T.flatten()
+        self._row_idx = rows.view(K, T).T.flatten().int()
+        self._steps = _steps(problem.device)
 
     def _use(self, layout: str) -> None:
         """Builds the weights' leaves in the given layout."""
@@ -118,6 +159,9 @@ class Impl(Adapter):
         w1, w2 = self.problem.w1_E2nd, self.problem.w2_Edn
         if layout == "in_out":
             w1, w2 = w1.mT.contiguous(), w2.mT.contiguous()
+        if self._alone is not None:
+            self._alone.w1, self._alone.w2 = (w1.mT, w2.mT) if layout == "in_out" else (w1, w2)
+            return
         self.w1_E2nd, self.w2_Edn = leaf(w1), leaf(w2)
 
     def _faster(self, backward: bool) -> str:
@@ -139,6 +183,8 @@ class Impl(Adapter):
         return min(best, key=best.__getitem__)
 
     def forward(self) -> torch.Tensor:
+        if self._alone is not None:
+            return self._alone.call()
         arranged = (self._x_Ecd, self._do_Ecd, self._s_R, self._row_idx)
         leaves = (self.x_Td, self.scores_TK, self.w1_E2nd, self.w2_Edn)
         return _Bound.apply(*leaves, *arranged, self._layout == "in_out", self._steps)

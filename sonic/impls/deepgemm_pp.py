@@ -1,7 +1,7 @@
 """DeepGEMM's grouped GEMM with our top-K, metadata, gather and aggregation kernels: the paper's "DeepGEMM++".
 
 See `_deepgemm` for version, limits and what is kept. The router is that of `sonic`: logits, then its top-K and softmax
-kernel.
+kernel. One GEMM alone reads rows padded to blocks of 128; with `knobs.gather=separate` our gather kernel runs before.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from sonic.impls._deepgemm import DeepGemm
+from sonic.impls._deepgemm import DeepGemm, StepAlone
+from sonic.impls._kernels import StepsAlone
 from sonic.impls._padded import Padded
 from sonic.kernels.metadata import Metadata
 from sonic.layer import Steps
+from sonic.record import Point
 
 
 class _TopK(torch.autograd.Function):
@@ -38,8 +40,14 @@ class _TopK(torch.autograd.Function):
         return ctx.steps.router_topk_backward(ds.reshape(1, -1), slots, scores, ids, *ctx.like), None, None
 
 
-class Impl(DeepGemm):
+class Impl(StepsAlone, DeepGemm):
+    OPS = frozenset({"layer", "experts", *StepAlone.OPS})
+    ALONE = StepAlone
     properties = replace(DeepGemm.properties, no_scatter_kernel=True, efficient_topk=True)
+
+    @staticmethod
+    def supports(point: Point, device: torch.device) -> str | None:
+        return Impl.gather_refusal(point) or DeepGemm.supports(point, device)
 
     def forward(self) -> torch.Tensor:
         if not self.layer:

@@ -4,6 +4,10 @@ Pure Triton, one tile configuration per kernel; from git only, not on a package 
 `layer` gets the harness's plain one. Its first weight keeps the n up rows before the n gate rows, so they are swapped
 once, outside the timing; a model that stores them so never converts. Scores enter its kernels in the dtype of x. It
 counts tokens per expert with `torch.bincount`, which makes the host wait for the device.
+
+One step alone calls `scattermoe.kernels.ops` as its module does: `scatter2scatter`, which gathers tokens while it loads
+and scatters rows while it stores, and `group_bwd_W` on rows, which a kernel of its own gathers (`group`). combine
+scatters the rows into token order and multiplies them by the scores in one batched product.
 """
 
 from __future__ import annotations
@@ -13,11 +17,45 @@ from collections.abc import Sequence
 import torch
 
 from sonic.impls._common import KernelPackage, Properties, cuda_refusal, leaf, missing, version_of
+from sonic.impls._kernels import GEMMS, Alone, StepsAlone
 from sonic.problem import Problem
 from sonic.record import Point
 
 
-class Impl(KernelPackage):
+class _Alone(Alone):
+    OPS = (*GEMMS, "combine")
+    FUSED = frozenset({"up_proj"})
+
+    def prepare(self) -> None:
+        from scattermoe.kernels import ops
+
+        self.ops = ops
+        self.slot_R = self.meta.slot_idx_R.long()
+        self.expert_R = self.problem.ids_TK.flatten()[self.slot_R].long()
+        self.ends_E = self.ends_E.long()
+
+    def gather(self, t_Td: torch.Tensor) -> torch.Tensor:
+        return self.ops.group(t_Td, self.slot_R, fan_out=self.shape.K)
+
+    def multiply(self, rows: torch.Tensor, w_Eab: torch.Tensor, scatter: bool = False) -> torch.Tensor:
+        """(R, b) in expert order, or with `scatter` in token order."""
+        return self.ops.scatter2scatter(
+            X=rows, W=w_Eab, k=self.shape.K if self.fused else 1, sorted_expert_idxs=self.expert_R,
+            sorted_scattered_idxs=self.slot_R, x_grouped=not self.fused, y_grouped=not scatter,
+        )  # fmt: skip
+
+    def outer(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        dw_Eba, _ = self.ops.group_bwd_W(DY=a, X=b, expert_offsets=self.ends_E, E=self.shape.E)
+        return dw_Eba.mT
+
+    def combined(self, a_Rn: torch.Tensor, place_R: torch.Tensor, scores_TK: torch.Tensor) -> torch.Tensor:
+        y_TKd = self.multiply(a_Rn, self.w2.mT, scatter=True).view(*scores_TK.shape, -1)
+        return (scores_TK.to(y_TKd.dtype).unsqueeze(1) @ y_TKd).squeeze(1)
+
+
+class Impl(StepsAlone, KernelPackage):
+    OPS = frozenset({"layer", "experts", *_Alone.OPS})
+    ALONE = _Alone
     family = "triton"
     #: SwiGLU runs as plain torch, so autograd keeps silu(gate) too, as wide as A, which the paper's formula leaves out.
     properties = Properties(
@@ -45,7 +83,7 @@ class Impl(KernelPackage):
 
     @staticmethod
     def supports(point: Point, device: torch.device) -> str | None:
-        return cuda_refusal(point, device, ("bf16", "fp16", "fp32"))
+        return Impl.gather_refusal(point) or cuda_refusal(point, device, ("bf16", "fp16", "fp32"))
 
     def __init__(self, problem: Problem, point: Point) -> None:
         from scattermoe.kernels import ops

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sonic.impls import _kernels
-from sonic.impls._common import Adapter, Properties, dtype_refusal
-from sonic.problem import DTYPES, Problem
-from sonic.record import KERNEL_OPS, Point
+from sonic.impls._common import Properties, dtype_refusal
+from sonic.impls._kernels import Alone, StepsAlone
+from sonic.problem import DTYPES
+from sonic.record import Point
 from sonic.routers import plain_router
 
 ROW_BYTES = 16
@@ -79,9 +79,8 @@ def layer(
     return experts(x_Td, ids_TK, scores_TK, w1_E2nd, w2_Edn)
 
 
-class Impl(Adapter):
-    OPS = frozenset({"layer", "experts", *_kernels.OPS})
-    KNOBS = frozenset({"knobs.gather"})
+class Impl(StepsAlone):
+    OPS = frozenset({"layer", "experts", *Alone.OPS})
     family = "torch"
     #: Autograd keeps silu(gate) too, as wide as A.
     properties = Properties(
@@ -102,12 +101,10 @@ class Impl(Adapter):
     def available() -> str | None:
         return None if hasattr(F, "grouped_mm") else f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
 
-    @staticmethod
-    def supports(point: Point, device: torch.device) -> str | None:
-        if point.op in KERNEL_OPS and (reason := _kernels.refusal(point)) is not None:
+    @classmethod
+    def supports(cls, point: Point, device: torch.device) -> str | None:
+        if reason := cls.gather_refusal(point):
             return reason
-        if point.op not in KERNEL_OPS and point.knobs.gather != "fused":
-            return f"knobs.gather is {point.knobs.gather!r}; a whole layer of plain PyTorch has one way: 'fused'"
         allowed = ("bf16",) if device.type == "cuda" else ("bf16", "fp16", "fp32")
         if reason := dtype_refusal(point, allowed):
             return reason
@@ -122,25 +119,9 @@ class Impl(Adapter):
                 return f"shape.{name} is {size}; grouped_mm needs multiples of {ROW_BYTES // itemsize} in {point.dtype}"
         return None
 
-    def __init__(self, problem: Problem, point: Point) -> None:
-        super().__init__(problem, point)
-        self._alone = _kernels.Alone(problem, point) if point.op in KERNEL_OPS else None
-
     def forward(self) -> torch.Tensor:
         if self._alone is not None:
             return self._alone.call()
         if self.layer:
             return layer(self.x_Td, self.router_w_Ed, self.K, self.w1_E2nd, self.w2_Edn)
         return experts(self.x_Td, self.ids_TK, self.scores_TK, self.w1_E2nd, self.w2_Edn)
-
-    # One step alone
-
-    def check(self) -> dict[str, float]:
-        return self._alone.check()
-
-    @property
-    def flops_model(self) -> int | None:
-        return None if self._alone is None else self._alone.flops
-
-    def bytes_model(self) -> int | None:
-        return None if self._alone is None else self._alone.bytes
