@@ -8,8 +8,9 @@ On a CUDA device four times are taken and never mixed:
   graph_us    replay of a CUDA graph of the same call, the cache flushed between replays.
   enqueue_us  host time of a call that follows another without a wait, as in a training loop, the queue far from full.
 In the passes for device_us and graph_us the card rests after each sample until it was busy for a quarter of the time
-(`BUSY_SHARE`). Otherwise what enqueues slowly would leave it idle, and cool, for part of the time, and run at higher
-clocks than what keeps it busy.
+(`BUSY_SHARE`), and once before the first (`SETTLE_MS`), since clocks that the power cap took come back slowly. Else
+what enqueues slowly would leave it idle, and cool, for part of the time, and run at higher clocks than what keeps it
+busy.
 Samples are returned, never their mean. The flush inverts a buffer of twice the L2 cache's size, by a kernel whose name
 no implementation uses, so that it also marks where one sample ends and the next begins in the profiler's record. On a
 CPU only wall-clock samples are taken, and returned as event_us; everything else is None.
@@ -29,7 +30,7 @@ from torch.profiler import ProfilerActivity
 
 from sonic.record import Clocks, KernelTime, Method, Settings
 
-METHOD_VERSION = 3
+METHOD_VERSION = 4
 
 #: Name of the kernel by which the flush, and nothing else, shows in a profile.
 FLUSH_KERNEL = "bitwise_not"
@@ -41,6 +42,8 @@ REST_CYCLES_PER_US = 1500
 HOST_MARKS = (" Sync", " Wait Event")
 #: Part of the time for which the card works in the passes for device_us and graph_us.
 BUSY_SHARE = 0.25
+#: Rest before those passes' first sample: the power cap acts late, and full clocks need some 20 ms to come back.
+SETTLE_MS = 100
 #: Samples by which the device's busy time is told before those passes.
 BUSY_SAMPLES = 3
 PROFILED_SAMPLES = 10
@@ -182,6 +185,11 @@ class _Rest:
         if self._cycles:
             torch.cuda._sleep(self._cycles)
 
+    @staticmethod
+    def settle() -> None:
+        """The rest before a pass's first sample."""
+        torch.cuda._sleep(SETTLE_MS * 1000 * REST_CYCLES_PER_US)
+
 
 def _warm_up(work: Work, warmup_ms: float) -> tuple[int, float]:
     """Calls, each waited for, until `warmup_ms` have passed; returns how many, and the seconds of the last."""
@@ -214,7 +222,7 @@ def _cuda_times(work: Work, device: torch.device, settings: Settings) -> Times:
     found.enqueue_us = _enqueue_times(work, min(wanted, ENQUEUE_SAMPLES))
     call = busy = statistics.median(event_us)
     if settings.profile:
-        first = split_samples(_profile(work, BUSY_SAMPLES, flush, lambda: None, readings))
+        first = split_samples(_profile(work, BUSY_SAMPLES, flush, None, readings))
         busy = statistics.median(map(busy_us, first)) if first else call
         rest = _Rest(busy, call)
         samples = split_samples(_profile(work, min(wanted, PROFILED_SAMPLES), flush, rest, readings))
@@ -238,19 +246,22 @@ def _cuda_times(work: Work, device: torch.device, settings: Settings) -> Times:
 
 def _event_times(
     call: Callable[[], object], clear: Callable[[], object], samples: int, flush: Flush, readings: Readings,
-    rest: Callable[[], object] = lambda: None,
+    rest: _Rest | None = None,
 ) -> list[float]:  # fmt: skip
     """Microseconds between two events around the call, queued without waiting in between; clocks are read before the
     queue has drained."""
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
     torch.cuda.synchronize()
+    if rest is not None:
+        rest.settle()
     for begin, end in pairs:
         clear()
         flush()
         begin.record()
         call()
         end.record()
-        rest()
+        if rest is not None:
+            rest()
     readings.take()
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
@@ -271,15 +282,18 @@ def _enqueue_times(work: Work, samples: int) -> list[float]:
     return taken
 
 
-def _profile(work: Work, samples: int, flush: Flush, rest: Callable[[], object], readings: Readings) -> list[Interval]:
+def _profile(work: Work, samples: int, flush: Flush, rest: _Rest | None, readings: Readings) -> list[Interval]:
     """Device activities of one discarded and `samples` kept calls, each behind a flush, and of a last flush."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        if rest is not None:
+            rest.settle()
         for _ in range(samples + 1):
             work.clear()
             flush()
             work()
-            rest()
+            if rest is not None:
+                rest()
         readings.take()
         flush()
         torch.cuda.synchronize()

@@ -36,6 +36,8 @@ SHAPES = [
 ROUTINGS = ("uniform", "zipf", "hot", "one", "empty")
 #: Tokens and matrices are compared in parts, among which one wrong block of a kernel stands out.
 ROWS = 64
+#: Root of the mean square of silu(g) u, and so of Y, for the normal g and u that these inputs give.
+Y_SIZE = 0.6
 
 
 def ids_of(routing: str, T: int, E: int, K: int, draws: torch.Generator) -> torch.Tensor:
@@ -72,9 +74,24 @@ def run(case: int, family: str, device: str) -> None:
     got, again, want = step(family, dtype), step(family, dtype), step("torch", torch.float32)
     for name, whole in want.items():
         check_equal(f"{label}, run again", name, again[name], got[name])
+        if name == "ds":
+            check_ds(label, got[name], whole, d, dtype)
+            continue
         parts = got[name].split(1 if name.startswith("dw") else ROWS)
         for i, (ours, theirs) in enumerate(zip(parts, whole.split(len(parts[0])), strict=True)):
             check(label, f"{name}[{i}]", ours, theirs, LAYER_LIMIT[dtype])
+
+
+def check_ds(label: str, got: torch.Tensor, want: torch.Tensor, d: int, dtype: torch.dtype) -> None:
+    """AssertionError unless the dS (T, K) of every `ROWS` tokens is right, measured by what its sums are made of.
+
+    dS = <dO, Y> sums d products and may cancel to next to nothing, which no part so small as one token evens out.
+    """
+    usual = Y_SIZE * d**0.5
+    for i, (ours, theirs) in enumerate(zip(got.split(ROWS), want.split(ROWS), strict=True)):
+        size = max(torch.linalg.vector_norm(theirs).item(), usual * theirs.numel() ** 0.5)
+        error = torch.linalg.vector_norm(ours - theirs).item() / size
+        assert error <= LAYER_LIMIT[dtype], f"{label}: ds[{i}] is off by {error:.2e}, limit {LAYER_LIMIT[dtype]:.0e}"
 
 
 def serve(cases: Sequence[int], family: str, device: str) -> None:

@@ -67,3 +67,17 @@ def test_routings(routing: str, E: int) -> None:
 def test_without_a_card_there_is_nothing_to_soak() -> None:
     assert soak_hopper.refusal("torch", "cpu") is None
     assert soak_hopper.refusal("hopper", "cpu").startswith("family is 'hopper': device is cpu")
+
+
+def test_ds_is_measured_by_what_its_sums_are_made_of() -> None:
+    """A sum that cancels may be as wrong as any other; a usual one that is off by a hundredth is wrong."""
+    want = torch.full((65, 1), 5.0)
+    want[64] = 0.01
+    off = torch.zeros_like(want)
+    off[64] = 0.005
+    soak_hopper.check_ds("", want + off, want, 64, torch.float16)
+    off[64] = 0.05
+    with pytest.raises(AssertionError, match=r"ds\[1\] is off by"):
+        soak_hopper.check_ds("", want + off, want, 64, torch.float16)
+    with pytest.raises(AssertionError, match=r"ds\[0\] is off by nan"):
+        soak_hopper.check_ds("", want * float("nan"), want, 64, torch.float16)
