@@ -679,6 +679,17 @@ def notes(data: pd.DataFrame, y: str = "ms") -> list[str]:
     return missing_notes(data, y) + row_notes(data)
 
 
+def card_notes(data: pd.DataFrame) -> list[str]:
+    """Where rows are of several cards: what the speeds compare, and how many of them had to take two cards."""
+    measured = data[data.ms.notna() & ~data.derived]
+    cards = measured.card.nunique() if "card" in measured else 1
+    if cards < 2:
+        return []
+    lone = int(measured.sonic_ms.isna().sum())
+    note = f"Rows of {cards} cards; a speed holds two rows of one card against each other"
+    return [f"{note}, save {lone} of {len(measured)}." if lone else f"{note}."]
+
+
 def row_notes(data: pd.DataFrame) -> list[str]:
     """What the measured rows say of themselves: the adapters' notes, throttling, clocks that changed between passes.
 
@@ -737,6 +748,13 @@ def _clock_notes(data: pd.DataFrame) -> list[str]:
 def ratio(ours: pd.Series, theirs: pd.Series) -> pd.Series:
     """Ours over theirs, NaN where either is missing."""
     return ours.astype(float) / theirs.astype(float)
+
+
+def one_card_speed(data: pd.DataFrame) -> pd.Series:
+    """How many times as fast as each line `sonic` is by its row of the same card; NaN without one (`load.rows`)."""
+    if "sonic_ms" not in data:
+        return pd.Series(np.nan, index=data.index, dtype=float)
+    return ratio(data.ms, data.sonic_ms)
 
 
 def geometric_mean(values: pd.Series) -> float:

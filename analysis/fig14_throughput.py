@@ -70,7 +70,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     if bound.ms.notna().any():
         handles.append(Line2D([], [], label=bound.series.iloc[0], **_BOUND_STYLE))
     handles += [common.paper_handle("paper, H100 (Figs 1, 14; digitised)", line=False)] if any_paper else []
-    notes = [*_official_notes(data), *_bound_notes(bound), *common.notes(data)]
+    notes = [*_official_notes(data), *_bound_notes(bound), *common.card_notes(layers), *common.notes(data)]
     sheet.finish(TITLE, common.provenance(data), handles, notes)
 
 
@@ -115,8 +115,9 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
     """Per shape and series TFLOP/s beside the paper's, and how many times as fast `sonic` is, ours and the paper's.
 
     `fwd_speed` and `fwd_bwd_speed` are the series' time over that of `sonic` (its first family that was measured at the
-    shape), for whole layers; `of_bound` is the forward over that of `cublas_bmm`. Below, per series, the geometric mean
-    and the least over its shapes; the paper's are over those of these shapes that the paper has.
+    shape) on the same card, or on another where it did not run there, for whole layers; `of_bound` is the forward over
+    that of `cublas_bmm`. Below, per series, the geometric mean and the least over its shapes; the paper's are over
+    those of these shapes that the paper has.
     """
     keys = ["panel", *_SIZES, "impl", "op", "series", "variant"]
     modes = {mode: data[data["mode"] == mode].set_index(keys) for mode in _PASSES}
@@ -125,6 +126,7 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
     out["status"] = [", ".join(pd.unique(line.dropna())) for _, line in statuses.iterrows()]
     for mode, part in modes.items():
         out[f"{mode}_tflops"] = part.tflops
+        out[f"_{mode}_one_card"] = common.one_card_speed(part)
     out["fwd_bwd_ms"] = modes["fwd_bwd"].ms
     out["worst_error"] = pd.concat([part.worst_error.reindex(out.index) for part in modes.values()], axis=1).max(axis=1)
     out = out.reset_index()
@@ -137,8 +139,8 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
         ours = out[whole & (out.impl == "sonic") & out[f"{mode}_tflops"].notna()].sort_values("variant")
         values = _paper_values(mode)
         out[f"paper_{mode}_tflops"] = common.lookup(out, values, [*_SIZES, "impl"], "value").where(beside)
-        sonic = common.lookup(out, ours, _SIZES, f"{mode}_tflops")
-        out[f"{mode}_speed"] = common.ratio(sonic, out[f"{mode}_tflops"]).where(whole)
+        any_card = common.ratio(common.lookup(out, ours, _SIZES, f"{mode}_tflops"), out[f"{mode}_tflops"])
+        out[f"{mode}_speed"] = out[f"_{mode}_one_card"].fillna(any_card).where(whole)
         theirs = common.lookup(out, values[values.impl == "sonic"], _SIZES, "value")
         out[f"paper_{mode}_speed"] = common.ratio(theirs, out[f"paper_{mode}_tflops"]).where(whole)
     bound = out[(out.impl == _BOUND) & out.fwd_tflops.notna()]

@@ -48,7 +48,8 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     common.share_scale(sheet)
     handles: list = common.bar_handles(data, "ms")
     handles += [common.paper_handle("paper, H100 (Fig 15; stated)", line=False)] if marked else []
-    sheet.finish(TITLE, common.provenance(data), handles, common.notes(data))
+    notes = [*common.card_notes(data), *common.notes(data)]
+    sheet.finish(TITLE, common.provenance(data), handles, notes)
 
 
 def _paper_tflops(mode: str) -> pd.DataFrame:
@@ -77,7 +78,8 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
     """Per model and series TFLOP/s (the backward's from the difference of the times) beside the paper's, and speeds.
 
     `fwd_speed`, `bwd_speed` and `fwd_bwd_speed` are the series' time over that of `sonic` (its first family that was
-    measured at the model); `paper_` has the H100's where the paper prints them, `b300_` those of its B300 figure.
+    measured at the model) on the same card, or on another where it did not run there; `paper_` has the H100's where the
+    paper prints them, `b300_` those of its B300 figure.
     """
     keys = ["model", *_SIZES, "impl", "series", "variant"]
     both = load.with_backward(data)
@@ -88,6 +90,7 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
     out["status"] = [", ".join(pd.unique(line.dropna())) for _, line in statuses.iterrows()]
     for mode, part in modes.items():
         out[f"{mode}_tflops"] = part.tflops
+        out[f"_{mode}_one_card"] = common.one_card_speed(part)
     out["fwd_bwd_ms"] = modes["fwd_bwd"].ms
     out["worst_error"] = pd.concat([part.worst_error for part in measured], axis=1).max(axis=1)
     out = out.reset_index()
@@ -95,7 +98,8 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
     out = out[out.groupby("series")[rates].transform("count").sum(axis=1) > 0].reset_index(drop=True)
     for mode in modes:
         ours = out[(out.impl == "sonic") & out[f"{mode}_tflops"].notna()].sort_values("variant")
-        out[f"{mode}_speed"] = common.ratio(common.lookup(out, ours, _SIZES, f"{mode}_tflops"), out[f"{mode}_tflops"])
+        any_card = common.ratio(common.lookup(out, ours, _SIZES, f"{mode}_tflops"), out[f"{mode}_tflops"])
+        out[f"{mode}_speed"] = out[f"_{mode}_one_card"].fillna(any_card)
         out[f"paper_{mode}_tflops"] = common.lookup(out, _paper_tflops(mode), [*_SIZES, "impl"], "value")
         for prefix, device in (("paper", "H100"), ("b300", "B300")):
             speeds = _paper_speeds(mode, device)

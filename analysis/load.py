@@ -5,7 +5,8 @@ Columns (besides the row's own scalar fields, whose nested names are flattened: 
 `span_ms`, `graph_ms`, `enqueue_us` (medians, NaN where not measured); `tflops` (1e12/s, model FLOPs), `gbps` (1e9/s,
 modelled bytes); `held_gib`, `peak_fwd_gib`, `peak_bwd_gib`, `peak_gib`; `worst_error`, `worst_error_name`; `padding`
 (padded over model FLOPs, less 1); `interpreter`; `derived` (True only for what `with_backward` adds); `samples_ms` and
-`kernels` keep the lists. `rows` adds `card`, a hash of the card's UUID, None where no environment tells it.
+`kernels` keep the lists. `rows` adds `card`, a hash of the card's UUID, None where no environment tells it, and
+`sonic_ms`, what `sonic` took for the same work on that very card.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pandas as pd
 
 from sonic import derive
 from sonic.env import Env
-from sonic.record import Fault, Row, newest, read_lines, read_rows
+from sonic.record import Fault, Knobs, Row, newest, read_lines, read_rows
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CPU = "cpu"
@@ -35,6 +36,11 @@ VARIANT = (
 )  # fmt: skip
 SHAPE = ("T", "d", "n", "E", "K")
 SEEDS = ("seed", "routing_seed")
+#: What two implementations share when they are given the same work.
+WORK = ("sweep", "op", "mode", "dtype", "router", "distribution", "alpha", "router_tile", *SHAPE, *SEEDS)
+#: What the others are compared with, and its families: the first that was measured stands for it.
+OURS = "sonic"
+FAMILIES = ("hopper", "triton", "torch")
 #: What makes two rows the same point on the same card.
 POINT = ("sweep", "gpu", "impl", "mode", *SHAPE, *VARIANT, *SEEDS)
 
@@ -65,12 +71,14 @@ def rows(
     A line that is no row is left out and reported. `sonic.record.RecordError` when a file cannot be read at all.
     """
     good: list[Row] = []
+    ours: list[Row] = []
     faults: list[Fault] = []
     names = ("*",) if sweep is None else (sweep,) if isinstance(sweep, str) else sweep
     for path in sorted(path for name in names for path in results.glob(f"{name}/*.jsonl")):
         found, bad = read_rows(path)
         # By key within a file only: two sweeps may hold the same point, and each keeps its own row.
         good += newest(found).values()
+        ours += [row for row in found if row.impl == OURS and row.knobs == Knobs(family=row.knobs.family)]
         faults += bad
     if gpu is not None:
         good = [row for row in good if row.gpu == gpu]
@@ -78,7 +86,28 @@ def rows(
         good = [row for row in good if row.method is None or row.method.version == method]
     table = tidy(good, clock)
     cards = environments(results, table.env_id).set_index("env_id").gpu_uuid.to_dict()
-    return table.assign(card=table.env_id.map(cards).astype(object)), faults
+    table["card"] = table.env_id.map(cards).astype(object)
+    every = _table(ours, table.clock.iloc[0] if len(table) else "event")
+    every["card"] = every.env_id.map(cards).astype(object)
+    return table.assign(sonic_ms=_on_the_same_card(table, every)), faults
+
+
+def _on_the_same_card(table: pd.DataFrame, ours: pd.DataFrame) -> list[float]:
+    """For every line the newest `ms` of `sonic` for the same work on the same card by the same method, NaN without.
+
+    Rows of a sweep may be gathered on several cards, which differ by up to 15%: a ratio of two of them says little.
+    """
+    by = [*WORK, "gpu", "card", "method_version"]
+    found = ours[ours.ms.notna() & ours.card.notna() & ours.tile_kernel.isna() & ours.tile_m.isna()]
+    when = pd.to_datetime(found.time, utc=True, format="ISO8601")
+    found = found.assign(_when=when, _family=found.family.map(FAMILIES.index))
+    found = found.sort_values(["_family", "_when"], ascending=[True, False]).drop_duplicates(by)
+
+    def works(lines: pd.DataFrame) -> list[tuple[object, ...]]:
+        return [tuple(None if pd.isna(v) else v for v in line) for line in lines[by].itertuples(index=False, name=None)]
+
+    known = dict(zip(works(found), found.ms, strict=True))
+    return [known.get(work, np.nan) for work in works(table)]
 
 
 def tidy(rows: Iterable[Row], clock: Clock = "auto") -> pd.DataFrame:
@@ -94,11 +123,15 @@ def tidy(rows: Iterable[Row], clock: Clock = "auto") -> pd.DataFrame:
     gpu_clock = clock
     if clock == "auto":
         gpu_clock = "device" if any(row.device_us for row in rows if row.gpu != CPU) else "event"
+    return _newest_per_point(_table(rows, gpu_clock))
+
+
+def _table(rows: Sequence[Row], gpu_clock: str) -> pd.DataFrame:
     records = [_record(row, "event" if row.gpu == CPU else gpu_clock) for row in rows]
     table = pd.DataFrame.from_records(records, columns=None if records else _COLUMNS)
     # A column that is null in every row has no type of its own.
     table[_NUMBERS] = table[_NUMBERS].apply(pd.to_numeric).astype(float)
-    return _newest_per_point(table)
+    return table
 
 
 def _record(row: Row, clock: str) -> dict[str, object]:
@@ -262,6 +295,7 @@ def pool_seeds(table: pd.DataFrame) -> pd.DataFrame:
                 "flops",
                 "bytes",
                 "R",
+                *(("sonic_ms",) if "sonic_ms" in measured else ()),
             ):
                 line[name] = measured[name].median()
             _rates(line)
@@ -299,6 +333,8 @@ def _difference(forward: pd.Series, both: pd.Series) -> dict[str, object]:
     line |= {"ms": ms, "ms_p20": both.ms_p20 - forward.ms_p80, "ms_p80": both.ms_p80 - forward.ms_p20}
     for name in ("event_ms", "device_ms", "span_ms", "graph_ms", "flops", "bytes"):
         line[name] = both[name] - forward[name]
+    if "sonic_ms" in line:
+        line["sonic_ms"] = both.sonic_ms - forward.sonic_ms
     line["tflops"] = line["flops"] / ms / 1e9 if ms > 0 else np.nan
     line["gbps"] = line["bytes"] / ms / 1e6 if ms > 0 else np.nan
     return line

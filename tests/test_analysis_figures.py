@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from analysis import common, figures, load, report
+from analysis import common, figures, load, paper, report
 from sonic.record import Knobs, Method, Routing, TileSpec
 from sonic.shapes import Shape
 from tests import analysis_rows
@@ -178,6 +178,31 @@ def test_fig14_compares_through_triton_where_hopper_did_not_run(tmp_path: Path) 
     ]
     table = figures.build("fig14", write(tmp_path, rows)).table
     assert table[table.series == "scattermoe"].fwd_speed.to_numpy() == pytest.approx(3.0)
+
+
+def test_fig14_compares_rows_of_one_card(tmp_path: Path) -> None:
+    """A newer row of sonic from a slower card takes its place in the figure, not in the speed of another's row."""
+    shape, hopper = paper.shape("7B", 256), Knobs(family="hopper")
+    given = {"mode": "fwd", "sweep": "throughput", "env_id": "first"}
+    rows = [
+        measured(shape, us=1000.0, knobs=hopper, **given),
+        measured(shape, us=1100.0, **given),
+        measured(shape, "sonicmoe_official", us=1050.0, **given),
+        measured(shape, us=1200.0, knobs=hopper, **given | {"env_id": "second", "time": "2026-01-03T00:00:00+00:00"}),
+        measured(shape, "scattermoe", us=2400.0, **given | {"env_id": "second"}),
+        measured(shape, "liger", us=3000.0, **given | {"env_id": "third"}),
+    ]
+    results = write(tmp_path, rows)
+    envs = [make_env(env_id=name, gpu=H200, gpu_uuid=name) for name in ("first", "second", "third")]
+    (results / "env.jsonl").write_text("".join(env.model_dump_json() + "\n" for env in envs))
+    drawn = figures.build("fig14", results)
+    speeds = drawn.table.dropna(subset="n").set_index("series").fwd_speed
+    assert speeds.to_dict() == pytest.approx(
+        {"sonic (hopper)": 1.0, "sonic (triton)": 1.1, "sonicmoe_official": 1.05, "scattermoe": 2.0, "liger": 2.5}
+    )
+    assert "Rows of 3 cards; a speed holds two rows of one card against each other, save 1 of 5." in texts_of(
+        drawn.figure
+    )
 
 
 def test_fig14_has_room_for_eight_implementations(tmp_path: Path) -> None:
