@@ -58,20 +58,23 @@ def run(case: int, family: str, device: str) -> None:
     dtype = DTYPES[("bf16", "fp16")[case % len(SHAPES) % 2]]
     label = f"case {case}: T{T}-K{K}-E{E}-d{d}-n{n} {dtype} {routing} {w1_layout}"
     draws = torch.Generator().manual_seed(case)
-    new = lambda *size, scale=1.0: (scale * torch.randn(size, generator=draws)).to(device, dtype)  # noqa: E731
+    new = lambda *size, scale=1.0: (scale * torch.randn(size, generator=draws)).to(dtype)  # noqa: E731
     x, do = new(T, d), new(T, d)
     w1, w2 = new(E, 2 * n, d, scale=d**-0.5), new(E, d, n, scale=n**-0.5)
-    ids = ids_of(routing, T, E, K, draws).to(device, torch.int32)
-    scores = torch.rand(T, K, generator=draws).to(device)
+    ids = ids_of(routing, T, E, K, draws).to(torch.int32)
+    scores = torch.rand(T, K, generator=draws)
 
-    def step(family: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        leaves = [t.detach().to(t.dtype if t is scores else dtype, copy=True) for t in (x, scores, w1, w2)]
+    def step(family: str, device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Results on the CPU, where comparing them does not wait for a card that many children share."""
+        leaves = [t.to(device, t.dtype if t is scores else dtype, copy=True) for t in (x, scores, w1, w2)]
         x_, scores_, w1_, w2_ = (leaf.requires_grad_() for leaf in leaves)
-        o = layer.experts(x_, ids, scores_, w1_, w2_, family=family, w1_layout=w1_layout)
-        o.backward(do.to(dtype))
-        return {"o": o.detach(), "dx": x_.grad, "ds": scores_.grad, "dw1": w1_.grad, "dw2": w2_.grad}
+        o = layer.experts(x_, ids.to(device), scores_, w1_, w2_, family=family, w1_layout=w1_layout)
+        o.backward(do.to(device, dtype))
+        found = {"o": o.detach(), "dx": x_.grad, "ds": scores_.grad, "dw1": w1_.grad, "dw2": w2_.grad}
+        return {name: t.cpu() for name, t in found.items()}
 
-    got, again, want = step(family, dtype), step(family, dtype), step("torch", torch.float32)
+    got, again = step(family, device, dtype), step(family, device, dtype)
+    want = step("torch", "cpu", torch.float32)
     for name, whole in want.items():
         check_equal(f"{label}, run again", name, again[name], got[name])
         if name == "ds":
@@ -96,6 +99,7 @@ def check_ds(label: str, got: torch.Tensor, want: torch.Tensor, d: int, dtype: t
 
 def serve(cases: Sequence[int], family: str, device: str) -> None:
     """The child: a line when a case begins and one when it ends."""
+    torch.set_num_threads(1)  # the children are many
     for case in cases:
         print(json.dumps([case, "begin", ""]), flush=True)
         try:
