@@ -282,8 +282,8 @@ def sum_rows(y_Rd: torch.Tensor, plan: Plan, scores_R: torch.Tensor | None) -> t
     if T:
         block_d = min(2048, next_power_of_2(d))
         block_t = 32 if INTERPRET else max(1, 1024 // block_d)
-        # as many rows in flight as most tokens have: more would be loads that are masked off
-        unroll = min(8, next_power_of_2(max(1, round(plan.limit / T))))
+        # two rows in flight are enough: more cost registers, and loads that are masked off
+        unroll = 1 if plan.limit <= T else 2
         launch(
             _sum_rows_kernel, (cdiv(T, block_t), cdiv(d, block_d)),
             (y_Rd, plan.meta.row_idx_R, scores_R, plan.token_offsets_T1, o, T, d, unroll, block_t, block_d),
