@@ -7,7 +7,7 @@ itself, so that such a token always comes before one that is only padded in. Equ
     rank         logits (T, E), ids and scores (T, K) of top-K -> keys (E, T) int32, counts_E of top-K
     targets      counts_E -> tokens that each expert keeps, multiples of the tile, by one of `RULES`
     score_sums   keys -> sums of scores that the rule `nearest_score` asks for
-    select       keys, targets_E -> mask (E, T) int8 of the kept pairs, by a radix search for the last key that stays
+    select       keys, targets_E -> mask (E, T) int8 of the kept pairs, by a search for the last key that stays
     d_logits     dS of the kept pairs -> dlogits (T, E)
 
 Scores (paper 2.4): of a pair that the token chose, softmax over the token's own top-K before anything was dropped; of a
@@ -32,6 +32,8 @@ _CHOSEN = 1 << 30
 _CHOSEN_BIT = tl.constexpr(_CHOSEN)
 #: Tokens of an expert that one step of a search takes.
 _BLOCK = 4096
+#: Tokens whose keys of one expert the 1024 threads of a program can hold.
+_IN_REGISTERS = 32768
 
 
 @triton.jit
@@ -140,27 +142,51 @@ def _last_of(keys, T, target, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _kept_of(key, last, left):
+    """Which keys are above `last`, or among the first `left` that equal it; and how many equal it."""
+    same = (key == last).to(tl.int32)
+    rank = tl.cumsum(same, axis=0) - same
+    return (key > last) | ((same != 0) & (rank < left)), tl.sum(same, axis=0)
+
+
+@triton.jit
 def _select_kernel(keys_ptr, targets_ptr, kept_ptr, T, BLOCK: tl.constexpr):
+    """All keys of an expert in registers; the last key that stays is found bit by bit, the highest first."""
+    e = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, BLOCK)
+    key = tl.load(keys_ptr + e * T + t, mask=t < T, other=-1)
+    target = tl.minimum(tl.load(targets_ptr + e), T)
+    last = target * 0
+    for step in range(31):
+        higher = last | (1 << (30 - step))
+        last = tl.where(tl.sum((key >= higher).to(tl.int32), axis=0) >= target, higher, last)
+    kept, _ = _kept_of(key, last, target - tl.sum((key > last).to(tl.int32), axis=0))
+    tl.store(kept_ptr + e * T + t, kept.to(tl.int8), mask=t < T)
+
+
+@triton.jit
+def _select_long_kernel(keys_ptr, targets_ptr, kept_ptr, T, BLOCK: tl.constexpr):
+    """As `_select_kernel`, for more keys than the registers hold."""
     e = tl.program_id(0).to(tl.int64)
     keys = keys_ptr + e * T
     target = tl.minimum(tl.load(targets_ptr + e), T)
     last, left = _last_of(keys, T, target, BLOCK)
     for first in range(0, T, BLOCK):
         t = first + tl.arange(0, BLOCK)
-        key = tl.load(keys + t, mask=t < T, other=-1)
-        same = (key == last).to(tl.int32)
-        rank = tl.cumsum(same, axis=0) - same
-        kept = (key > last) | ((same != 0) & (rank < left))
+        kept, same = _kept_of(tl.load(keys + t, mask=t < T, other=-1), last, left)
         tl.store(kept_ptr + e * T + t, kept.to(tl.int8), mask=t < T)
-        left -= tl.sum(same, axis=0)
+        left -= same
 
 
 def select(keys_ET: torch.Tensor, targets_E: torch.Tensor) -> torch.Tensor:
     """Mask (E, T) int8 of the `targets_E[e]` (int32) highest keys of every expert; all of them where it exceeds T."""
     E, T = keys_ET.shape
     kept = torch.empty(E, T, dtype=torch.int8, device=keys_ET.device)
-    if T:
-        launch(_select_kernel, (E,), (keys_ET, targets_E, kept, T, min(_BLOCK, next_power_of_2(T))), num_warps=8)
+    block = next_power_of_2(max(1, T))
+    if T > _IN_REGISTERS:
+        launch(_select_long_kernel, (E,), (keys_ET, targets_E, kept, T, _BLOCK), num_warps=8)
+    elif T:
+        launch(_select_kernel, (E,), (keys_ET, targets_E, kept, T, block), num_warps=max(4, min(32, block // 1024)))
     return kept
 
 

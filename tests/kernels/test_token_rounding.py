@@ -44,8 +44,12 @@ def test_scores_that_are_no_numbers_rank_last() -> None:
     assert ((keys[:, 3] & (1 << 30) - 1) == 0).all()
 
 
+@pytest.mark.parametrize("in_registers", [True, False])
 @pytest.mark.parametrize("T", [1, 17, 130])
-def test_select_takes_the_first_of_equal_keys(T: int) -> None:
+def test_select_takes_the_first_of_equal_keys(T: int, in_registers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not in_registers:
+        monkeypatch.setattr(tr, "_IN_REGISTERS", 0)
+        monkeypatch.setattr(tr, "_BLOCK", 64)
     generator = torch.Generator().manual_seed(T)
     for most in (3, 1 << 31):  # many ties, hardly any
         keys = torch.randint(most, (6, T), generator=generator).int().to(DEVICE)
