@@ -29,7 +29,7 @@ from sonic.kernels.metadata import Metadata, metadata, metadata_torch, offsets_o
 #: Score bits of a ranking key (`token_rounding`): the bit above says that the token chose the expert itself.
 SCORE_BITS = 0x3FFFFFFF
 
-#: Tokens per program when the mask is counted and scattered, and experts that one step of it takes.
+#: Tokens per program when the mask is counted and scattered, and experts that one step of it takes: bits of an int64.
 _BLOCK_T, _BLOCK_E = 64, 64
 _PREFIX_ROWS, _PREFIX_COLS = 512, 8
 _TOKENS = 4096
@@ -118,6 +118,24 @@ def _prefix_kernel(
 
 
 @triton.jit
+def _place_of_bit(bit):
+    """The place of the one bit that is set in an int64, by the exponent that it gives a float; 0 for none."""
+    exponent = (bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 255
+    return tl.where(bit == 0, 0, exponent - 127)
+
+
+@triton.jit
+def _ones(bits):
+    """How many bits of an int64 are set, in pairs, fours, eights and all."""
+    bits = bits - ((bits >> 1) & 0x5555555555555555)
+    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
+    bits += bits >> 8
+    bits += bits >> 16
+    return (bits + (bits >> 32)) & 127
+
+
+@triton.jit
 def _scatter_kernel(
     kept_ptr, weights_ptr, partial_ptr, offsets_ptr, tokens_ptr,
     slot_idx_ptr, gather_idx_ptr, row_idx_ptr, ids_ptr, scores_ptr,
@@ -135,28 +153,40 @@ def _scatter_kernel(
         tl.store(ids_ptr + i, tl.zeros((TAIL,), tl.int32), mask=behind)
         tl.store(scores_ptr + i, tl.zeros((TAIL,), tl.float32), mask=behind)
     else:
-        t = block * BLOCK_T + tl.arange(0, BLOCK_T)
-        slot0 = tl.load(tokens_ptr + t, mask=t < T, other=0)
+        tokens = tl.arange(0, BLOCK_T)
+        t = block * BLOCK_T + tokens
+        slot = tl.load(tokens_ptr + t, mask=t < T, other=0)
         at = kept_ptr + t.to(tl.int64)[:, None] * stride_t
-        weight_at = weights_ptr + t.to(tl.int64)[:, None] * stride_wt
+        weight_at = weights_ptr + t.to(tl.int64) * stride_wt
+        row_at = partial_ptr + block.to(tl.int64) * E
+        one = tl.full((1,), 1, tl.int64)
+        before = (one << tokens) - 1
         for first in range(0, E, BLOCK_E):
-            e = first + tl.arange(0, BLOCK_E)
+            column = tl.arange(0, BLOCK_E)
+            e = first + column
             mask = (t < T)[:, None] & (e < E)[None, :]
-            kept = tl.load(at + e.to(tl.int64)[None, :] * stride_e, mask=mask, other=0).to(tl.int32)
-            chosen = kept != 0
-            row0 = tl.load(offsets_ptr + e, mask=e < E, other=0)
-            row0 += tl.load(partial_ptr + block.to(tl.int64) * E + e, mask=e < E, other=0)
-            row = row0[None, :] + tl.cumsum(kept, axis=0) - kept
-            slot = slot0[:, None] + tl.cumsum(kept, axis=1) - kept
-            slot0 += tl.sum(kept, axis=1)
-            weight = tl.load(weight_at + e.to(tl.int64)[None, :] * stride_we, mask=chosen, other=0)
-            if BITS:
-                weight = (weight & BITS).to(tl.float32, bitcast=True)
-            tl.store(gather_idx_ptr + row, tl.broadcast_to(t[:, None], (BLOCK_T, BLOCK_E)), mask=chosen)
-            tl.store(slot_idx_ptr + row, slot, mask=chosen)
-            tl.store(row_idx_ptr + slot, row, mask=chosen)
-            tl.store(ids_ptr + slot, tl.broadcast_to(e[None, :], (BLOCK_T, BLOCK_E)), mask=chosen)
-            tl.store(scores_ptr + slot, weight, mask=chosen)
+            kept = tl.load(at + e.to(tl.int64)[None, :] * stride_e, mask=mask, other=0).to(tl.int64)
+            # a bit per expert for every token, a bit per token for every expert: few are set
+            left = tl.sum(kept << column[None, :], axis=1)
+            holders = tl.sum(kept << tokens[:, None], axis=0)
+            while tl.max((left != 0).to(tl.int32), axis=0) != 0:
+                lowest = left & -left
+                chosen = left != 0
+                place = _place_of_bit(lowest)
+                expert = first + place
+                earlier = _ones(tl.gather(holders, place, axis=0) & before).to(tl.int32)
+                row = tl.load(offsets_ptr + expert, mask=chosen, other=0)
+                row += tl.load(row_at + expert, mask=chosen, other=0) + earlier
+                weight = tl.load(weight_at + expert.to(tl.int64) * stride_we, mask=chosen, other=0)
+                if BITS:
+                    weight = (weight & BITS).to(tl.float32, bitcast=True)
+                tl.store(gather_idx_ptr + row, t, mask=chosen)
+                tl.store(slot_idx_ptr + row, slot, mask=chosen)
+                tl.store(row_idx_ptr + slot, row, mask=chosen)
+                tl.store(ids_ptr + slot, expert, mask=chosen)
+                tl.store(scores_ptr + slot, weight, mask=chosen)
+                slot += chosen.to(tl.int32)
+                left ^= lowest
 
 
 def plan_of_mask(kept_TE: torch.Tensor, weights_TE: torch.Tensor, limit: int) -> Plan:
@@ -199,7 +229,7 @@ def plan_of_mask(kept_TE: torch.Tensor, weights_TE: torch.Tensor, limit: int) ->
             T, E, limit, blocks, *kept_TE.stride(), *weights_TE.stride(),
             _BLOCK_T, block_e, _TAIL, 0 if weights_TE.is_floating_point() else SCORE_BITS,
         ),
-        num_warps=8,
+        num_warps=4,
     )  # fmt: skip
     return Plan(meta, tokens, ids, scores)
 

@@ -15,6 +15,8 @@ CASES = [
     pytest.param(130, 7, 0.3, id="ragged"),
     pytest.param(65, 70, 0.1, id="many_experts"),
     pytest.param(33, 3, 1.0, id="all_pairs"),
+    pytest.param(130, 70, 1.0, id="every_bit_of_a_word"),
+    pytest.param(70, 130, 0.6, id="several_words"),
 ]
 
 
