@@ -376,6 +376,8 @@ def main() -> None:
         return
     if sys.argv[1:]:
         raise SystemExit(f"unknown arguments {sys.argv[1:]}; allowed: --describe")
+    # What was imported stays: a collection that looks at all of it takes a tenth of a second, and a point makes four.
+    gc.freeze()
     end = serve(sys.stdin, replies)
     if end == "restart":
         os.dup2(replies.fileno(), 1)
