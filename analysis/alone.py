@@ -39,13 +39,13 @@ def draw(
     """A panel per op of `ops` (op -> words) with bars of `quantity`; below, what the paper says, `gains` of its text
     with ours, and what is `own`."""
     there = [op for op in ops if (data.op == op).any()]
-    places = list(dict.fromkeys(_place(*sizes) for sizes in common.shapes_in_order(data)))
+    places = common.places(data)
     styles = _styles(data, quantity)
     width = max(4.4, 0.19 * len(places) * (len(styles) + 0.8))
     sheet = common.panels(figure, len(there), 1, size=(width, 1.9), share_x=False, gap=(0.3, 0.75))
     for ax, op in zip(sheet.axes[:, 0], there, strict=True):
         part = data[data.op == op]
-        shown = {series: style for series, style in styles.items() if (part.series == series).any()}
+        shown = common.styles_within(part, styles)
         form = ".2g" if common.on_cpu(data) else ".0f"
         common.draw_bars(ax, part, shown, "place", quantity, places, part[quantity].max(), form)
         ax.set_xticks(range(len(places)), places)

@@ -148,6 +148,12 @@ def shapes_in_order(data: pd.DataFrame) -> list[tuple[int, int, int, int, int]]:
     return sorted(data[list(load.SHAPE)].drop_duplicates().itertuples(index=False, name=None), key=place)
 
 
+def places(data: pd.DataFrame) -> list[str]:
+    """The values of the column `place`, which names the shape of a line, in the order of `shapes_in_order`."""
+    named = data.drop_duplicates(list(load.SHAPE)).set_index(list(load.SHAPE)).place
+    return list(dict.fromkeys(named[sizes] for sizes in shapes_in_order(data)))
+
+
 def fixed_k_panel(T: int, d: int, n: int, K: int) -> str:
     """What stays where E alone grows."""
     return f"d={d} n={n} K={K} T={T}"
@@ -190,6 +196,17 @@ def _model_tick(name: str, line: pd.Series) -> str:
     parts = name.split("-")
     short = "-".join(parts[:2] if parts[0] in ("Kimi", "Qwen3", "DeepSeek") else parts[:3] if "gpt" in name else parts)
     return f"{short.removesuffix('-1B-7B-0125')}\nd={line.d} n={line.n}\n{line.E}/{line.K}"
+
+
+def once_per_point(rows: pd.DataFrame, sweep: str) -> pd.DataFrame:
+    """Rows of several sweeps, each point, whatever its seeds, from one of them only: from `sweep` where that has it.
+
+    For figures with `ALSO`; two rows of a point would else be two lines of one series.
+    """
+    point = [name for name in load.POINT if name not in ("sweep", *load.SEEDS)]
+    rows = rows.sort_values("sweep", key=lambda name: name != sweep, kind="stable")
+    first = rows.groupby(point, dropna=False, sort=False).sweep.transform("first")
+    return rows[rows.sweep == first]
 
 
 def label_series(table: pd.DataFrame) -> pd.DataFrame:
@@ -442,6 +459,12 @@ def bar_styles(lines: pd.DataFrame, y: str) -> dict[str, dict[str, object]]:
             "hatch": ("", "", "////", "xxxx")[min(variant, 3)],
         }  # fmt: skip
     return found
+
+
+def styles_within(lines: pd.DataFrame, styles: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+    """Those of `styles`, as `bar_styles` gives them, whose series has a line in `lines`."""
+    there = set(lines.series)
+    return {name: style for name, style in styles.items() if name in there}
 
 
 def bar_handles(lines: pd.DataFrame, y: str) -> list[Patch]:

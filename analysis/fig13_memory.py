@@ -46,7 +46,6 @@ KEPT: dict[str, tuple[tuple[str, ...], int]] = {
     "standard_style": (("Xe", "H", "A", "Y"), 1),
 }
 
-_ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 _SIZES = list(load.SHAPE)
 _COLUMNS = {"held_gib": "held for the backward", "peak_gib": "peak"}
 #: Names here whose memory is that of one method of the paper; MoMoE's bars there include H and Y.
@@ -57,12 +56,12 @@ _TICK_STYLE = {"color": "black", "linewidth": 1.3}
 def predicted_gib(impl: str, shape: Shape, R: int | None = None, dtype: str = "bf16") -> float:
     """GiB of X and of the matrices in `KEPT` for R rows (default T K), NaN where nothing is declared; where rows are
     padded to a multiple in memory, by half of it per expert."""
-    if impl not in KEPT or dtype not in _ITEMSIZE:
+    if impl not in KEPT or dtype not in common.ITEMSIZE:
         return float("nan")
     kept, padding = KEPT[impl]
     rows = (shape.R if R is None else R) + (shape.E * padding / 2 if padding > 1 else 0)
     width = {"Xe": shape.d, "H": 2 * shape.n, "A": shape.n, "Y": shape.d}
-    return _ITEMSIZE[dtype] * (shape.T * shape.d + rows * sum(width[name] for name in kept)) / paper.GIB
+    return common.ITEMSIZE[dtype] * (shape.T * shape.d + rows * sum(width[name] for name in kept)) / paper.GIB
 
 
 def select(rows: pd.DataFrame) -> pd.DataFrame:
@@ -70,10 +69,7 @@ def select(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[(rows.op == "layer") & (rows["mode"] == "fwd_bwd")]
     if not rows.held_gib.notna().any():
         raise load.NothingLeft("no held bytes of a whole layer were measured")
-    # a point that both sweeps hold counts once, as its own sweep measured it
-    rows = rows.sort_values("sweep", key=lambda sweep: sweep != SWEEP, kind="stable")
-    rows = rows.drop_duplicates([*_SIZES, "impl", "family", "dtype", "seed"])
-    data = common.label_series(load.pool_seeds(load.one_series(rows)))
+    data = common.label_series(load.pool_seeds(load.one_series(common.once_per_point(rows, SWEEP))))
     predicted = [
         predicted_gib(line.impl, Shape(*line[_SIZES]), None if pd.isna(line.R) else int(line.R), line["dtype"])
         for _, line in data.iterrows()

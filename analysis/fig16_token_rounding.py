@@ -4,7 +4,8 @@ Mirrors Fig 16 of the paper (T = 16384, four panels of d, n, K; kernels without 
 of its own pairs, and the gain of rounding (nearest by frequency) over top-K in percent. The paper's text states the
 gain at two points, which stand as hollow diamonds; absolute values of its figure are not known. The dotted line is the
 gain that padding alone predicts from the kernels of the rounded row: (GEMMs x (1 + padding) + rest) / (GEMMs + rest),
-where the rest is aggregation and metadata and the padding is that of top-K over that of rounding.
+where the rest is aggregation and metadata and the padding is that of top-K over that of rounding. The rows of the sweep
+`padding` (Fig 11; d = 4096, n = 1024, forward with backward alone) serve as well, where its own sweep lacks the point.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from analysis import common, figures, load, paper
 from sonic.shapes import Shape
 
 SWEEP = "token_rounding"
+ALSO = ("padding",)
 TITLE = "Token rounding against top-K by the number of experts at fixed K"
 
 _PASSES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
@@ -32,7 +34,8 @@ def select(rows: pd.DataFrame) -> pd.DataFrame:
     `panel` is T, d, n and K.
     """
     rows = rows[(rows.op == "experts") & rows["mode"].isin(tuple(_PASSES)) & rows.router.isin(tuple(common.ROUTERS))]
-    data = common.label_routers(load.with_backward(load.pool_seeds(load.one_series(rows))))
+    rows = load.one_series(common.once_per_point(rows, SWEEP))
+    data = common.label_routers(load.with_backward(load.pool_seeds(rows)))
     panel = [common.fixed_k_panel(*sizes) for sizes in data[["T", "d", "n", "K"]].itertuples(index=False)]
     return data.assign(panel=panel)
 
@@ -73,9 +76,13 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
         ratios = common.rho_ticks(here)
         for number, mode in enumerate(passes):
             rate, gain = sheet.axes[2 * number : 2 * number + 2, column]
-            common.draw_series(rate, here[here["mode"] == mode], "E", "tflops")
+            lines = here[here["mode"] == mode]
+            common.draw_series(rate, lines, "E", "tflops")
             label = f"{_PASSES[mode]},\nmodel TFLOP/s{common.time_note(data)}" if column == 0 else ""
-            common.value_axis(rate, label, log=common.on_cpu(data))
+            if lines.empty:
+                _say_no_row(rate, label)
+            else:
+                common.value_axis(rate, label, log=common.on_cpu(data))
             paper_drawn |= _draw_gains(gain, pairs[pairs["mode"] == mode])
             gain.set_ylabel(f"{_PASSES[mode]},\ngain of rounding, %" if column == 0 else "")
             for ax in (rate, gain):
@@ -90,6 +97,15 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     sheet.finish(
         TITLE, common.provenance(data), handles, [*common.gain_notes(found, _PASSES), *common.notes(drawn, "tflops")]
     )
+
+
+def _say_no_row(ax: Axes, label: str) -> None:
+    """In the place of the rates of a pass of which the panel has no row."""
+    ax.set(ylabel=label, yticks=[])
+    ax.annotate(
+        "\N{MULTIPLICATION SIGN} no row", (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", fontsize=6,
+        color=common.GREY,
+    )  # fmt: skip
 
 
 def _draw_gains(ax: Axes, pairs: pd.DataFrame) -> bool:

@@ -41,7 +41,7 @@ def _place(T: int, d: int, n: int, E: int, K: int) -> str:
 def draw(figure: Figure, data: pd.DataFrame) -> None:
     """One panel per dtype, a group of bars per shape."""
     dtypes = _dtypes(data)
-    places = list(dict.fromkeys(_place(*sizes) for sizes in common.shapes_in_order(data)))
+    places = common.places(data)
     styles = common.bar_styles(data, "gbps")
     width = max(4.4, 0.17 * len(places) * (len(styles) + 0.8))
     sheet = common.panels(figure, len(dtypes), 1, size=(width, 1.9), share_x=False, gap=(0.3, 0.75))
@@ -51,7 +51,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
         form = ".2g" if common.on_cpu(data) else ".0f"
         part = data[data.dtype == dtype]
         # a family runs one dtype: the other's panel has no place for it
-        own = {series: style for series, style in styles.items() if (part.series == series).any()}
+        own = common.styles_within(part, styles)
         common.draw_bars(ax, part, own, "place", "gbps", places, data.gbps.max(), form)
         for impl in beside:
             low, high = (1e3 * edge for edge in paper.FIG23_TBPS[impl])

@@ -38,10 +38,8 @@ def select(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[(rows.op == "layer") & rows["mode"].isin(tuple(_MODES))]
     if rows.empty:
         raise load.NothingLeft("no whole layer was measured")
-    # a point that both sweeps hold counts once, with its counters
-    rows = rows.sort_values("sweep", key=lambda sweep: sweep != SWEEP, kind="stable")
-    rows = rows.drop_duplicates([*_SIZES, "impl", "family", "dtype", "mode", "seed"])
-    data = common.label_series(load.pool_seeds(load.one_series(rows)))
+    # `SWEEP` has the counters
+    data = common.label_series(load.pool_seeds(load.one_series(common.once_per_point(rows, SWEEP))))
     panel = [common.size_panel(*sizes) for sizes in data[_SIZES].itertuples(index=False)]
     return data.assign(panel=panel, dram_gib=data.dram_bytes / derive.GIB)
 

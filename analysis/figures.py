@@ -118,7 +118,8 @@ def build(
     chosen = load.choose_gpu(slugs, gpu)
     rows, _ = load.rows(results, (*sweeps, *also), chosen, method, clock)
     newest, older = load.newest_method(rows)
-    if set(newest.sweep) == set(rows.sweep):  # else the figure itself says that its sweeps do not go together
+    # else the figure itself says that its sweeps do not go together
+    if set(rows.sweep) & set(sweeps) <= set(newest.sweep):
         rows = newest
     else:
         older = 0

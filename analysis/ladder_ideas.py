@@ -29,7 +29,6 @@ SWEEP = "ladder"
 TITLE = "What each idea is worth, added one by one and left out of the whole"
 
 _SIZES = list(load.SHAPE)
-_ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 _KNOBS = ("family", "gather", "activation", "ds", "cache", "aggregate", "schedule")
 _BYTES = ("gather", "activation", "ds", "cache")
 _MODES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
@@ -161,7 +160,7 @@ def _line(
     for what, once in (("model_gib", False), ("model_once_gib", True)):
         line[what] = np.nan
         if knobs is not None:
-            size = _ITEMSIZE["bf16" if row is None else row["dtype"]]
+            size = common.ITEMSIZE["bf16" if row is None else row["dtype"]]
             told = {knob: knobs[knob] for knob in _BYTES}
             line[what] = traffic.total_of_knobs(mode, Shape(*sizes), size, once, **told) / derive.GIB
     return line

@@ -639,9 +639,12 @@ _IO = {
 #: 26.75.
 _IO_EXTRA = {
     "sonic": ((0, 0, 0, 0), (0, 0, 0, 0)),
-    "scattermoe": ((0, 2, 0, 0), (0, 4, 6, 0)),  # H read again; X and dO gathered, dA, Y and dY through memory
+    # H read again by SwiGLU | gathers of X and dO as kernels, Y read for dS, dY scaled, dA and dSwiGLU as kernels
+    "scattermoe": ((0, 2, 0, 0), (0, 4, 6, 0)),
+    # Y scaled before it is summed | as ScatterMoE, dSwiGLU in an epilogue
     "momoe": ((0, 0, 1, 0), (0, 0, 6, 0)),
-    "standard_style": ((0, 2, 4, 0), (0, 4, 5, 0)),  # gathered X and scaled Y written and read
+    # gather and scatter as kernels, SwiGLU as a kernel | likewise, X kept in rows
+    "standard_style": ((0, 2, 4, 0), (0, 4, 5, 0)),
 }
 
 
@@ -651,13 +654,20 @@ def io_bytes(shape: Shape, R: int | None = None, width: int = 2) -> pd.DataFrame
     return pd.DataFrame(rows, columns=["kernel", "direction", "bytes"])
 
 
-def io_total(impl: str, direction: str, shape: Shape, R: int | None = None, width: int = 2) -> int:
-    """Bytes that a layer moves in `fwd` or `bwd` by the paper's IO model; KeyError lists whom it covers."""
+def io_multiples(impl: str, direction: str) -> tuple[int, int, int, int]:
+    """How often a layer moves T d, R n, R d and E d n elements in `fwd` or `bwd` by the paper's IO model; KeyError
+    lists whom it covers."""
     if impl not in _IO_EXTRA:
         raise KeyError(f"no IO model of {impl!r}; there is one of {', '.join(_IO_EXTRA)}")
     extra = _IO_EXTRA[impl][("fwd", "bwd").index(direction)]
-    kernels = sum(_elements(parts, shape, R) for kind, parts in _IO.values() if kind == direction)
-    return width * (kernels + _elements(extra, shape, R))
+    kernels = [parts for kind, parts in _IO.values() if kind == direction]
+    td, rn, rd, edn = (sum(column) for column in zip(extra, *kernels, strict=True))
+    return td, rn, rd, edn
+
+
+def io_total(impl: str, direction: str, shape: Shape, R: int | None = None, width: int = 2) -> int:
+    """Bytes that a layer moves in `fwd` or `bwd` by `io_multiples`, whose KeyError it raises."""
+    return width * _elements(io_multiples(impl, direction), shape, R)
 
 
 def _elements(parts: tuple[int, int, int, int], shape: Shape, R: int | None) -> int:

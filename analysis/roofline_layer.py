@@ -47,7 +47,6 @@ _GATHERING = frozenset({"up_proj", "d_act", "weight_grad_1", "weight_grad_2"})
 METADATA = frozenset({"_histogram_kernel", "_prefix_kernel", "_scatter_kernel", "_restore_kernel", "_tile_map_kernel"})
 ROUTER = frozenset({"_topk_kernel", "_topk_backward_kernel"})
 _REST = "router, metadata"
-_WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def _read_once(row: pd.Series, step: str, per_use: int | None) -> float:
     """Bytes of a step with every gathered row read once: R - T reads of d elements fewer (`Cost.bytes_once`)."""
     if per_use is None:
         return np.nan
-    return per_use - (_WIDTH[row["dtype"]] * (row.R - row["T"]) * row.d if step in _GATHERING else 0)
+    return per_use - (common.ITEMSIZE[row["dtype"]] * (row.R - row["T"]) * row.d if step in _GATHERING else 0)
 
 
 def _bound(roof: Roofs, flops: float, size: float) -> dict[str, object]:
@@ -176,7 +175,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     shape, mode = _shown(every)
     here = found[(found[_SIZES] == list(shape)).all(axis=1) & (found["mode"] == mode)]
     layers = data[data.impl == "sonic"]
-    styles = {name: style for name, style in common.bar_styles(layers, "ms").items() if name in set(every.series)}
+    styles = common.styles_within(every, common.bar_styles(layers, "ms"))
     height = max(3.0, 0.2 * len(common.shapes_in_order(every)), 0.16 * (len(styles) + 1) * here.step.nunique() / 2)
     sheet = common.panels(figure, 1, 3, size=(3.3, height), share_x=False, gap=(1.12, 0.3))
     times, roof, shares = sheet.axes[0]

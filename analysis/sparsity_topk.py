@@ -29,37 +29,30 @@ def select(rows: pd.DataFrame) -> pd.DataFrame:
     # The lines of both passes are not drawn, but what they say of themselves concerns the backward made from them.
     drawn = data[data["mode"].isin(tuple(_PASSES))]
     data = data if drawn.ms.notna().any() else drawn
-    return data.assign(
-        panel=[f"d={d} n={n} K={K} T={T}" for T, d, n, K in data[["T", "d", "n", "K"]].itertuples(index=False)]
-    )
+    panel = [common.fixed_k_panel(*sizes) for sizes in data[["T", "d", "n", "K"]].itertuples(index=False)]
+    return data.assign(panel=panel)
 
 
 def draw(figure: Figure, data: pd.DataFrame) -> None:
     """One column per panel of Fig 16, one row per pass that was measured."""
-    names = _panels(data)
+    names = common.fixed_k_panels(data)
     passes = [mode for mode in _PASSES if data[data["mode"] == mode].tflops.notna().any()]
     sheet = common.panels(figure, len(passes), len(names))
     axes = sheet.axes
     for column, name in enumerate(names):
         axes[0, column].set_title(name)
+        ratios = common.rho_ticks(data[data.panel == name])
         for row, mode in enumerate(passes):
             ax = axes[row, column]
             part = data[(data.panel == name) & (data["mode"] == mode)]
             common.draw_series(ax, part, "E", "tflops")
             label = f"{_PASSES[mode]},\nmodel TFLOP/s{common.time_note(data)}" if column == 0 else ""
             common.value_axis(ax, label, log=common.on_cpu(data))
-            ratios = {line.E: f"{line.E}\n1/{line.E / line.K:g}" for line in data[data.panel == name].itertuples()}
-            common.size_axis(
-                ax, ratios, "experts E  (activation ratio \N{GREEK SMALL LETTER RHO} = K/E below)", ratios.get
-            )
+            common.size_axis(ax, ratios, common.RHO_LABEL, ratios.get)
             ax.xaxis.label.set_visible(row == len(passes) - 1)
     notes = common.missing_notes(data[data["mode"] == "fwd"], "tflops") + common.row_notes(data)
     drawn = data[data["mode"].isin(tuple(_PASSES))]
     sheet.finish(TITLE, common.provenance(data), common.series_handles(drawn, "tflops"), notes)
-
-
-def _panels(data: pd.DataFrame) -> list[str]:
-    return list(data.sort_values(["d", "n", "T", "K"]).panel.unique())
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:
@@ -75,9 +68,9 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
     least = out[out.fwd_tflops.notna()].sort_values("E").drop_duplicates(["panel", "series"])
     out["fwd_vs_least_E"] = common.ratio(out.fwd_tflops, common.lookup(out, least, ["panel", "series"], "fwd_tflops"))
     out = out[out.groupby("series").fwd_tflops.transform("count") > 0]
-    out = out.assign(_panel=out.panel.map(_panels(data).index), _rank=out.impl.map(common.rank)).sort_values(
-        ["_panel", "_rank", "series", "E"]
-    )
+    out = out.assign(
+        _panel=out.panel.map(common.fixed_k_panels(data).index), _rank=out.impl.map(common.rank)
+    ).sort_values(["_panel", "_rank", "series", "E"])
     columns = [
         "d", "n", "K", "E", "rho", "series", "status", "fwd_ms", "fwd_tflops", "bwd_tflops", "fwd_vs_least_E",
         "padding", "padding_expected", "worst_error",

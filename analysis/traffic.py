@@ -1,16 +1,17 @@
 """Bytes to and from memory of a layer under the ways of different implementations (paper sections 3 and 5, Fig 3).
 
 A pass moves multiples of four tensors: rows of the model's width (R, d), rows of the experts' width (R, n), the weights
-of one expert product (E, d, n) and tokens (T, d). The multiples are sums over kernels, every operand read once and
-every result written once; with "at every use" a gathered token counts for each of its rows, with "once" only once. They
-give the totals of the authors' figures for Qwen3-235B (13.75, 15.25, 15.75 and 23.25 GiB forward, 26.75, 41.75, 38.75
-and 39.75 backward).
+of one expert product (E, d, n) and tokens (T, d). The multiples are those of `paper.io_multiples`, sums over kernels,
+every operand read once and every result written once; with "at every use" a gathered token counts for each of its rows,
+with "once" only once. They give the totals of the authors' figures for Qwen3-235B (13.75, 15.25, 15.75 and 23.25 GiB
+forward, 26.75, 41.75, 38.75 and 39.75 backward).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from analysis import paper
 from sonic.shapes import Shape
 
 
@@ -31,17 +32,21 @@ class Multiples:
         return itemsize * (wide * R * d + self.narrow * R * n + self.weights * E * d * n + tokens * T * d)
 
 
-#: Method -> forward and backward.
+def _of_paper(impl: str, gathered: tuple[int, int]) -> tuple[Multiples, Multiples]:
+    """Forward and backward of an implementation of `paper.io_multiples`, with the gathered rows of each."""
+    found = []
+    for direction, count in zip(("fwd", "bwd"), gathered, strict=True):
+        tokens, narrow, wide, weights = paper.io_multiples(impl, direction)
+        found.append(Multiples(wide, narrow, weights, tokens, count))
+    return found[0], found[1]
+
+
+#: Method -> forward and backward. What is gathered inside a GEMM the paper's coefficients do not say.
 MODEL: dict[str, tuple[Multiples, Multiples]] = {
-    # X gathered, Y written and read; H, A written, A read | X and dO twice gathered, dXt written and read; H read, dH
-    # written and read twice, A' written and read
-    "sonic": (Multiples(3, 4, 3, 1, gathered=1), Multiples(5, 10, 6, 1, gathered=3)),
-    # H read again by SwiGLU | gathers of X and dO as kernels, Y read for dS, dY scaled, dA and dSwiGLU as kernels
-    "scattermoe": (Multiples(3, 6, 3, 1, gathered=1), Multiples(11, 14, 6, 1)),
-    # Y scaled before it is summed | as ScatterMoE, dSwiGLU in an epilogue
-    "momoe": (Multiples(4, 4, 3, 1, gathered=1), Multiples(11, 10, 6, 1)),
-    # gather and scatter as kernels, SwiGLU as a kernel | likewise, X kept in rows
-    "standard": (Multiples(7, 6, 3, 1), Multiples(10, 14, 6, 1)),
+    "sonic": _of_paper("sonic", gathered=(1, 3)),  # X | X, and dO twice
+    "scattermoe": _of_paper("scattermoe", gathered=(1, 0)),  # X | none: by kernels of their own
+    "momoe": _of_paper("momoe", gathered=(1, 0)),
+    "standard": _of_paper("standard_style", gathered=(0, 0)),
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from analysis import paper
+from analysis import figures, paper
 from sonic.record import KernelTime, Knobs, Method, Routing, Row, ShapeSpec, TileSpec, append_row
 from sonic.shapes import Shape
 from tests.rows import make_row
@@ -228,6 +228,16 @@ def everything() -> list[Row]:
         *granularity(), *sparsity(), *tiles(), *throughput(), *skew(), *ceilings(), *overview("smoke", "cpu"),
         *overview("quick", H200),
     ]  # fmt: skip
+
+
+def check_sheet(drawn: figures.Drawn) -> None:
+    """The figure is a PNG of a usual size, and nothing hangs over the edge of its sheet."""
+    assert figures.png(drawn.figure, dpi=50).startswith(b"\x89PNG")
+    inches = drawn.figure.get_size_inches()
+    assert 4 < inches[0] < 20 and 2 < inches[1] < 20
+    drawn.figure.canvas.draw()
+    box = drawn.figure.get_tightbbox()
+    assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < inches[0] + 0.02 and box.y1 < inches[1] + 0.02
 
 
 def write(results: Path, rows: Iterable[Row]) -> Path:

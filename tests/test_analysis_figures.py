@@ -21,7 +21,7 @@ from analysis import common, figures, load, paper, report
 from sonic.record import Knobs, Method, Routing, TileSpec
 from sonic.shapes import Shape
 from tests import analysis_rows
-from tests.analysis_rows import H200, measured, unmeasured, write
+from tests.analysis_rows import H200, check_sheet, measured, unmeasured, write
 from tests.rows import make_env
 
 SHAPE = Shape(T=1024, d=512, n=128, E=16, K=4)
@@ -74,13 +74,7 @@ def test_every_figure_draws(results: Path, figure_id: str) -> None:
     drawn = figures.build(figure_id, results)
     assert drawn.gpu == ("cpu" if figure_id == "smoke" else H200)
     assert len(drawn.table) and not drawn.faults
-    assert figures.png(drawn.figure, dpi=50).startswith(b"\x89PNG")
-    inches = drawn.figure.get_size_inches()
-    assert 4 < inches[0] < 20 and 2 < inches[1] < 20
-    # Nothing hangs over the edge of the sheet.
-    drawn.figure.canvas.draw()
-    box = drawn.figure.get_tightbbox()
-    assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < inches[0] + 0.02 and box.y1 < inches[1] + 0.02
+    check_sheet(drawn)
 
 
 def test_fig1_draws_measured_values_and_a_gap(results: Path) -> None:

@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 from analysis import common, fig13_memory, figures, paper
 from sonic.record import Row
 from sonic.shapes import Shape
-from tests.analysis_rows import H200, measured, unmeasured, write
+from tests.analysis_rows import H200, check_sheet, measured, unmeasured, write
 
 MEMORY = {"mode": "fwd_bwd", "sweep": "memory"}
 DEEPSEEK, QWEN = "DeepSeek-V3.2-Exp", "Qwen3-Next-80B-A3B-Thinking"
@@ -72,12 +72,7 @@ def marks_of(ax: Axes) -> list[tuple[str, float]]:
 def test_nothing_hangs_over_the_edge(results: Path, figure_id: str) -> None:
     drawn = figures.build(figure_id, results)
     assert drawn.gpu == H200 and len(drawn.table) and not drawn.faults
-    assert figures.png(drawn.figure, dpi=50).startswith(b"\x89PNG")
-    inches = drawn.figure.get_size_inches()
-    assert 4 < inches[0] < 20 and 2 < inches[1] < 20
-    drawn.figure.canvas.draw()
-    box = drawn.figure.get_tightbbox()
-    assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < inches[0] + 0.02 and box.y1 < inches[1] + 0.02
+    check_sheet(drawn)
 
 
 def test_kept_is_what_the_adapters_declare() -> None:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from analysis import common, figures, paper
 from sonic.record import Knobs, Routing, Row
 from sonic.shapes import Shape
-from tests.analysis_rows import measured, unmeasured, write
+from tests.analysis_rows import check_sheet, measured, unmeasured, write
 from tests.test_analysis_figures import SHAPE, bars_of, lines_of, texts_of
 
 QWEN_NEXT, DEEPSEEK = "Qwen3-Next-80B-A3B-Thinking", "DeepSeek-V3.2-Exp"
@@ -71,13 +71,7 @@ def marks(ax: Axes) -> list[float]:
 
 @pytest.mark.parametrize("figure_id", ["fig11", "fig17"])
 def test_figures_stay_on_their_sheet(results: Path, figure_id: str) -> None:
-    drawn = figures.build(figure_id, results)
-    assert figures.png(drawn.figure, dpi=50).startswith(b"\x89PNG")
-    inches = drawn.figure.get_size_inches()
-    assert 4 < inches[0] < 20 and 2 < inches[1] < 20
-    drawn.figure.canvas.draw()
-    box = drawn.figure.get_tightbbox()
-    assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < inches[0] + 0.02 and box.y1 < inches[1] + 0.02
+    check_sheet(figures.build(figure_id, results))
 
 
 def test_fig11_draws_what_is_wasted_beside_the_papers_model(results: Path) -> None:

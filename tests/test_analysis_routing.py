@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from analysis import common, figures, paper
 from sonic.record import KernelTime, Knobs, Routing, Row
 from sonic.shapes import Shape
-from tests.analysis_rows import measured, unmeasured, write
+from tests.analysis_rows import check_sheet, measured, unmeasured, write
 from tests.test_analysis_figures import SHAPE, bars_of, lines_of, texts_of
 
 GAIN = 1.2
@@ -74,13 +75,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("figure_id", ["fig16", "fig23"])
 def test_figures_stay_on_their_sheet(results: Path, figure_id: str) -> None:
-    drawn = figures.build(figure_id, results)
-    assert figures.png(drawn.figure, dpi=50).startswith(b"\x89PNG")
-    inches = drawn.figure.get_size_inches()
-    assert 4 < inches[0] < 20 and 2 < inches[1] < 20
-    drawn.figure.canvas.draw()
-    box = drawn.figure.get_tightbbox()
-    assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < inches[0] + 0.02 and box.y1 < inches[1] + 0.02
+    check_sheet(figures.build(figure_id, results))
 
 
 def test_fig16_draws_both_routers_the_gain_and_the_papers(results: Path) -> None:
@@ -140,6 +135,42 @@ def test_fig16_keeps_families_apart(tmp_path: Path) -> None:
     assert {"sonic (hopper)", "sonic (triton)"} < set(table.series)
     assert table[table.series == "sonic (hopper)"].predicted.isna().all()
     assert table[table.series == "sonic (triton)"].predicted.to_numpy() == pytest.approx(18.75)
+
+
+def of_padding(rows: Iterable[Row]) -> list[Row]:
+    """What the sweep `padding` has of the rows: `sonic`, both passes, d = 4096; measured at twice the time."""
+    return [
+        row.model_copy(update={"sweep": "padding", "device_us": [2 * us for us in row.device_us]})
+        for row in rows
+        if (row.impl, row.mode, row.shape.d) == ("sonic", "fwd_bwd", 4096)
+    ]
+
+
+def test_fig16_draws_rows_of_the_padding_sweep_as_well(tmp_path: Path) -> None:
+    """A panel that its own sweep lacks is drawn from `padding`, which has no forward; that sweep is enough alone."""
+    own = [row for row in rounding() if row.shape.d == 1536]
+    drawn = figures.build("fig16", write(tmp_path / "both", [*own, *of_padding(rounding())]))
+    axes = np.array(drawn.figure.axes).reshape(4, 2)
+    assert [ax.get_title() for ax in axes[0]] == ["d=1536 n=1024 K=2 T=16384", "d=4096 n=1024 K=4 T=16384"]
+    red = common.look("sonic").colour
+    assert lines_of(axes[0, 0], red) and not lines_of(axes[0, 1], red)
+    assert [text.get_text() for text in axes[0, 1].texts] == ["\N{MULTIPLICATION SIGN} no row"]
+    assert sorted(line[0] for line in lines_of(axes[2, 1], red)) == pytest.approx([250, 300])
+    assert lines_of(axes[3, 1], red)[0] == pytest.approx([20.0] * 4)
+    assert set(drawn.table[drawn.table.d == 4096]["mode"]) == {"fwd_bwd"}
+    check_sheet(drawn)
+
+    alone = figures.build("fig16", write(tmp_path / "alone", of_padding(rounding())))
+    assert len(alone.figure.axes) == 2 and list(alone.table.E) == [32, 64, 128, 256]
+
+
+@pytest.mark.parametrize("seeds", [(0,), (0, 1)], ids=str)
+def test_fig16_draws_a_point_of_both_sweeps_once(tmp_path: Path, results: Path, seeds: tuple[int, ...]) -> None:
+    """As its own sweep measured it, though `padding` may have more seeds."""
+    more = [row.model_copy(update={"seed": seed}) for row in of_padding(rounding()) for seed in seeds]
+    drawn = figures.build("fig16", write(tmp_path, [*rounding(), *more]))
+    pd.testing.assert_frame_equal(drawn.table, figures.build("fig16", results).table)
+    assert set(drawn.data.sweep) == {"token_rounding"}
 
 
 def test_fig16_of_one_router_says_that_there_is_no_gain(tmp_path: Path) -> None:
