@@ -29,8 +29,8 @@ from sonic.kernels.metadata import Metadata, metadata, metadata_torch, offsets_o
 #: Score bits of a ranking key (`token_rounding`): the bit above says that the token chose the expert itself.
 SCORE_BITS = 0x3FFFFFFF
 
-#: Tokens per program when the mask is counted and scattered, and experts that one step of it takes: bits of an int64.
-_BLOCK_T, _BLOCK_E = 64, 64
+#: Tokens per program when the mask is counted and scattered, and experts that one step of it takes: bits of an int32.
+_BLOCK_T, _BLOCK_E = 32, 32
 _PREFIX_ROWS, _PREFIX_COLS = 512, 8
 _TOKENS = 4096
 _TAIL = 1024
@@ -119,20 +119,19 @@ def _prefix_kernel(
 
 @triton.jit
 def _place_of_bit(bit):
-    """The place of the one bit that is set in an int64, by the exponent that it gives a float; 0 for none."""
+    """The place of the one bit that is set in an int32, by the exponent that it gives a float; 0 for none."""
     exponent = (bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 255
     return tl.where(bit == 0, 0, exponent - 127)
 
 
 @triton.jit
 def _ones(bits):
-    """How many bits of an int64 are set, in pairs, fours, eights and all."""
-    bits = bits - ((bits >> 1) & 0x5555555555555555)
-    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
+    """How many bits of an int32 are set, in pairs, fours, eights and all."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
     bits += bits >> 8
-    bits += bits >> 16
-    return (bits + (bits >> 32)) & 127
+    return (bits + (bits >> 16)) & 63
 
 
 @triton.jit
@@ -159,13 +158,12 @@ def _scatter_kernel(
         at = kept_ptr + t.to(tl.int64)[:, None] * stride_t
         weight_at = weights_ptr + t.to(tl.int64) * stride_wt
         row_at = partial_ptr + block.to(tl.int64) * E
-        one = tl.full((1,), 1, tl.int64)
-        before = (one << tokens) - 1
+        before = (1 << tokens) - 1
         for first in range(0, E, BLOCK_E):
             column = tl.arange(0, BLOCK_E)
             e = first + column
             mask = (t < T)[:, None] & (e < E)[None, :]
-            kept = tl.load(at + e.to(tl.int64)[None, :] * stride_e, mask=mask, other=0).to(tl.int64)
+            kept = tl.load(at + e.to(tl.int64)[None, :] * stride_e, mask=mask, other=0).to(tl.int32)
             # a bit per expert for every token, a bit per token for every expert: few are set
             left = tl.sum(kept << column[None, :], axis=1)
             holders = tl.sum(kept << tokens[:, None], axis=0)
@@ -174,7 +172,7 @@ def _scatter_kernel(
                 chosen = left != 0
                 place = _place_of_bit(lowest)
                 expert = first + place
-                earlier = _ones(tl.gather(holders, place, axis=0) & before).to(tl.int32)
+                earlier = _ones(tl.gather(holders, place, axis=0) & before)
                 row = tl.load(offsets_ptr + expert, mask=chosen, other=0)
                 row += tl.load(row_at + expert, mask=chosen, other=0) + earlier
                 weight = tl.load(weight_at + expert.to(tl.int64) * stride_we, mask=chosen, other=0)

@@ -283,8 +283,9 @@ def others(dtype: torch.dtype, d: int, n: int) -> Wanted:
         for rule in token_rounding.RULES:
             yield f"targets {rule} {at}", None, partial(token_rounding.targets, counts, s.T, 16, rule, draws, sums)
         yield f"plan_of_mask {at}", None, partial(plan.plan_of_mask, kept.T, keys.T, s.T * K)
-    long = torch.zeros(2, 40960, dtype=torch.int32)
-    yield "select long", None, partial(token_rounding.select, long, torch.zeros(2, dtype=torch.int32))
+    for T in (32768, 40960):  # all that the registers hold, more than that
+        keys = torch.zeros(2, T, dtype=torch.int32)
+        yield f"select T={T}", None, partial(token_rounding.select, keys, torch.zeros(2, dtype=torch.int32))
     yield "sum_rows", None, partial(plan.sum_rows, s.rows, made, rows)
     yield "sum_parts", None, partial(plan.sum_parts, torch.zeros(2, s.T * K), made)
     yield "aggregate", None, partial(aggregate.aggregate, s.rows, row_idx, s.scores_TK, s.T, s.K)
