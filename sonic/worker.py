@@ -136,7 +136,7 @@ def _measured(point: Point, settings: Settings) -> Served:
     impl_class = impls.load(point.impl)
     for status, reason in (
         ("unavailable", impl_class.available()),
-        ("unsupported", _refusal(impl_class, point, where)),
+        ("unsupported", refusal(impl_class, point, where)),
     ):
         if reason is not None:
             return Served(Outcome(status=status, reason=reason))
@@ -146,7 +146,8 @@ def _measured(point: Point, settings: Settings) -> Served:
     return run(impl_class, point, settings, where)
 
 
-def _refusal(impl_class: type, point: Point, where: torch.device) -> str | None:
+def refusal(impl_class: type, point: Point, where: torch.device) -> str | None:
+    """Why an implementation that is installed does not run a point; None when it does."""
     if point.op not in impl_class.OPS:
         return f"op is {point.op!r}; {point.impl} runs: {', '.join(sorted(impl_class.OPS))}"
     if point.op == "layer" and point.routing.distribution != "learned":
