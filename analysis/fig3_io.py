@@ -61,14 +61,18 @@ def modelled(data: pd.DataFrame) -> pd.DataFrame:
 def draw(figure: Figure, data: pd.DataFrame) -> None:
     """One column per model size, forward above both passes."""
     model, sizes = modelled(data), common.size_panels(data)
+    unit_bytes, unit = common.byte_unit(model.gib.max() * derive.GIB)
+    scale = derive.GIB / unit_bytes
+    model = model.assign(gib=model.gib * scale, gib_once=model.gib_once * scale)
     sheet = common.panels(figure, len(_MODES), len(sizes))
     for column, size in enumerate(sizes):
         for row, (mode, words) in enumerate(_MODES.items()):
             ax = sheet.axes[row, column]
             _draw_model(ax, model[(model.panel == size) & (model["mode"] == mode)])
-            _draw_counted(ax, data[(data.panel == size) & (data["mode"] == mode)])
+            here = data[(data.panel == size) & (data["mode"] == mode)]
+            _draw_counted(ax, here.assign(dram_gib=here.dram_gib * scale))
             common.size_axis(ax, set(model[model.panel == size].G), "G = d/n" if row else "")
-            common.value_axis(ax, f"{words}, GiB" if column == 0 else "")
+            common.value_axis(ax, f"{words}, {unit}" if column == 0 else "")
             ax.set_title(size if row == 0 else "")
     counted = data[data.dram_gib.notna()]
     handles = [
@@ -94,7 +98,8 @@ def _told(method: str) -> str:
 def _draw_model(ax: Axes, here: pd.DataFrame) -> None:
     for method, line in here.sort_values("G").groupby("method", sort=False):
         colour = common.look(_NAMES[method]).colour
-        ax.plot(line.G, line.gib, color=colour, linestyle="--", linewidth=1.1)
+        alone = "." if len(line) == 1 else ""
+        ax.plot(line.G, line.gib, color=colour, linestyle="--", linewidth=1.1, marker=alone)
         if method == "sonic":
             ax.fill_between(line.G, line.gib_once, line.gib, color=colour, alpha=0.2, linewidth=0)
 

@@ -222,14 +222,23 @@ def _time(ax: Axes, here: pd.DataFrame, note: str) -> None:
     _bars(ax, here, "ms", ".3g", f"{_MODES[here['mode'].iloc[0]]}, ms{note}")
 
 
+def _in_unit(here: pd.DataFrame, first: str, *others: str) -> tuple[pd.DataFrame, str]:
+    """The lines with these columns of GiB in the unit in which `first` reads well, and the unit's name."""
+    size, unit = common.byte_unit(here[first].max() * derive.GIB)
+    scale = derive.GIB / size
+    return here.assign(**{name: here[name] * scale for name in (first, *others) if name in here}), unit
+
+
 def _held(ax: Axes, here: pd.DataFrame, _note: str) -> None:
-    _bars(ax, here, "held_gib", ".3g", "held for the backward, GiB")
+    here, unit = _in_unit(here, "held_gib", "saved_held_gib")
+    _bars(ax, here, "held_gib", ".3g", f"held for the backward, {unit}")
 
 
 def _moved(ax: Axes, here: pd.DataFrame, _note: str) -> None:
     """The model with gathered rows once, and what counters say as marks."""
-    chain = here[here.rung.isin(rungs())]
-    _bars(ax, chain, "model_once_gib", ".3g", "to and from memory, GiB: model (bars), counters (marks)")
+    names = ("model_once_gib", "saved_model_once_gib", "dram_gib")
+    chain, unit = _in_unit(here[here.rung.isin(rungs())], *names)
+    _bars(ax, chain, "model_once_gib", ".3g", f"to and from memory, {unit}: model (bars), counters (marks)")
     if "dram_gib" in chain:
         ax.plot(chain.dram_gib, range(len(chain)), linestyle="", marker="o", color="black", markersize=4, zorder=5)
 
