@@ -75,15 +75,19 @@ def _dtypes(data: pd.DataFrame) -> list[str]:
 
 
 def _speed_notes(data: pd.DataFrame) -> list[str]:
-    """Geometric mean and least of our speed over torch's, dtype by dtype."""
-    lines = table(data)
-    lines = lines[lines.series.str.startswith("sonic") & lines.speed.notna()] if "speed" in lines else lines[:0]
-    return [
-        f"Speed of {series} over {_TORCH}, {dtype}: {common.geometric_mean(group.speed):.2f} (geometric mean of "
-        f"{len(group)} shapes), least {group.speed.min():.2f} at T={least['T']} E={least.E} K={least.K}."
-        for (dtype, series), group in lines.groupby(["dtype", "series"])
-        for least in (group.loc[group.speed.idxmin()],)
-    ]
+    """Geometric mean and least of our speed over each other implementation's, dtype by dtype."""
+    ours = data[(data.impl == "sonic") & data.ms.notna()]
+    notes = []
+    for other in sorted(set(data.impl) - {"sonic"}, key=common.rank):
+        theirs = data[(data.impl == other) & data.ms.notna()].sort_values("variant")
+        speeds = ours.assign(speed=common.ratio(common.lookup(ours, theirs, [*_SIZES, "dtype"], "ms"), ours.ms))
+        for (dtype, series), group in speeds[speeds.speed.notna()].groupby(["dtype", "series"]):
+            least = group.loc[group.speed.idxmin()]
+            notes.append(
+                f"Speed of {series} over {other}, {dtype}: {common.geometric_mean(group.speed):.2f} (geometric mean of "
+                f"{len(group)} shapes), least {least.speed:.2f} at T={least['T']} E={least.E} K={least.K}."
+            )
+    return notes
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:

@@ -16,8 +16,10 @@ from sonic import layer, reference
 from sonic.impls._common import Adapter
 from sonic.kernels import aggregate, d_input, down_proj, up_proj, weight_grad
 from sonic.kernels.common import Cost
+from sonic.kernels.router_topk import router_topk_cost
 from sonic.problem import Problem
 from sonic.record import KERNEL_OPS, Point
+from sonic.routers import score_dtype
 
 #: Steps that read x or dO through the routing, and so take `knobs.gather`.
 GATHERING = ("up_proj", "weight_grad_1", "weight_grad_2")
@@ -152,11 +154,49 @@ class Alone:
         return sum(cost.bytes for cost in self.cost)
 
 
+class TopKAlone:
+    """The router's top-K and a softmax over it, on the problem's logits; a package replaces `topk`, PyTorch's here.
+
+    Of equal logits either may win. Its own ids may be wider than the int32 that the bytes count.
+    """
+
+    OPS: tuple[str, ...] = ("router_topk",)
+    FUSED: frozenset[str] = frozenset()
+
+    def __init__(self, problem: Problem, point: Point) -> None:
+        self.problem, self.K = problem, problem.shape.K
+        self.logits_TE = F.linear(problem.x_Td, problem.router_w_Ed)
+        cost = router_topk_cost(problem.shape, problem.R, problem.dtype.itemsize)
+        self.flops, self.bytes = cost.flops, cost.bytes
+
+    def call(self) -> torch.Tensor:
+        """Scores (T, K)."""
+        return self.topk()[0]
+
+    def topk(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and ids (T, K)."""
+        values_TK, ids_TK = self.logits_TE.topk(self.K, dim=-1)
+        return values_TK.to(score_dtype(values_TK.dtype)).softmax(dim=-1), ids_TK
+
+    def check(self) -> dict[str, float]:
+        """Relative errors of the scores, and of those that the ids name, against a full sort in fp64, as multiples of
+        what the dtype allows."""
+        wide = self.logits_TE.to(torch.float64)
+        want_TK = wide.sort(dim=-1, descending=True).values[:, : self.K].softmax(dim=-1)
+        scores_TK, ids_TK = self.topk()
+        named_TK = wide.gather(1, ids_TK.long()).softmax(dim=-1)
+        floor = reference.FLOOR[self.problem.dtype]
+        return {
+            "kernel.0": reference.relative_error(scores_TK, want_TK.to(scores_TK.dtype)) / floor,
+            "kernel.1": reference.relative_error(named_TK, want_TK) / floor,
+        }
+
+
 class StepsAlone(Adapter):
     """An adapter that also runs single steps, by the kernels of `ALONE`; its own base comes behind this one."""
 
     KNOBS = frozenset({"knobs.gather"})
-    ALONE: type[Alone] = Alone
+    ALONE: type[Alone | TopKAlone] = Alone
 
     def __init__(self, problem: Problem, point: Point) -> None:
         super().__init__(problem, point)

@@ -4,8 +4,9 @@ at 0.1.0.
 Pure Triton: counting sort with atomics and a permuting copy of X, one grouped GEMM for gate and up with W1 as it lies
 (TMA, persistent; plain pointers for weight gradients), SwiGLU in PyTorch, grouped GEMM, and a weighted gather-and-sum.
 The places of rows within an expert change from run to run. Kept for the backward: gathered X, H, silu(gate), A, Y.
-`layer` uses its fused top-K and softmax, in fp32. Never waits for the device. The number of experts must be a power of
-two, since a histogram is that wide; the TMA GEMM needs d and n in multiples of 8 and compute capability 9.0.
+`layer` uses its fused top-K and softmax, in fp32; `router_topk` is that kernel on the logits as they are. Never waits
+for the device. The number of experts must be a power of two, since a histogram is that wide; the TMA GEMM needs d and n
+in multiples of 8 and compute capability 9.0.
 
 One configuration of the forward GEMM is chosen for each number of experts, whatever the other sizes are (16
 candidates): the first shape of a process decides. `measure.tune=full` tries all, `cached` a cut, `off` one each.
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from sonic.impls._common import KernelPackage, Properties, cuda_refusal, hopper_refusal, missing, restrict_triton
+from sonic.impls._kernels import StepsAlone, TopKAlone
 from sonic.kernels import tuning
 from sonic.problem import Problem
 from sonic.record import Point
@@ -40,7 +42,17 @@ _CUT = {
 }
 
 
-class Impl(KernelPackage):
+class _TopK(TopKAlone):
+    def topk(self) -> tuple[torch.Tensor, torch.Tensor]:
+        import moe_ops
+
+        return moe_ops.fused_topk_softmax(self.logits_TE, self.K)
+
+
+class Impl(StepsAlone, KernelPackage):
+    KNOBS = frozenset()
+    ALONE = _TopK
+    OPS = frozenset({"layer", "experts", *_TopK.OPS})
     family = "triton"
     properties = Properties(
         gather_fused_forward=False,
@@ -66,7 +78,8 @@ class Impl(KernelPackage):
 
     @staticmethod
     def supports(point: Point, device: torch.device) -> str | None:
-        if refusal := cuda_refusal(point, device, ("bf16", "fp16")):
+        wider = ("fp32",) if point.op in _TopK.OPS else ()
+        if refusal := cuda_refusal(point, device, ("bf16", "fp16", *wider)):
             return refusal
         E = point.shape.E
         if E & (E - 1):
@@ -79,10 +92,13 @@ class Impl(KernelPackage):
 
         super().__init__(problem, point)
         self.ops = moe_ops
+        if self._alone is not None:
+            self.note = "scores in the dtype of the logits; its own tuner over all configs"
+            return
         self.note = _restrict(grouped_gemm_ops_sm90, grouped_gemm_ops, tuning.mode())
 
     def forward(self) -> torch.Tensor:
-        if not self.layer:
+        if not self.layer:  # one step, or the experts
             return super().forward()
         logits_TE = F.linear(self.x_Td, self.router_w_Ed)
         return self.experts(*self.ops.fused_topk_softmax(logits_TE, self.K, fp32_routing=True))

@@ -4,8 +4,9 @@ at 0.1.2.post1 with quack-kernels 0.3.11 (Apache-2.0).
 QuACK's CuTe-DSL GEMMs with the gather and SwiGLU fused, Triton kernels for the metadata and for the sum over a token's
 rows, and a top-K kernel of its own. `layer` is `moe_TC_softmax_topk_layer` with its router, `experts` is
 `moe_general_routing_inputs`, which takes (token, expert, score) triples sorted by token; the tokens are known from T
-and K alone and are listed once. Neither waits for the device. Kept for the backward: X, H, scores, indices. Weights lie
-as here: `concat_layout=True` reads the n gate rows and the n up rows of (E, 2n, d) where they are, through views.
+and K alone and are listed once; `router_topk` is that router's kernel. None waits for the device. Kept for the
+backward: X, H, scores, indices. Weights lie as here: `concat_layout=True` reads the n gate rows and the n up rows of
+(E, 2n, d) where they are, through views.
 
 The wheel asks for Python 3.12 and torch <= 2.9.1; it works on newer torch when that pin is passed over (`pip install
 --no-deps`). It needs nvidia-cutlass-dsl 4.4.2 (NVIDIA's licence), apache-tvm-ffi and cuda-bindings. Limits: compute
@@ -26,7 +27,6 @@ import torch
 
 from sonic.impls._common import (
     HOPPER,
-    Adapter,
     Properties,
     cuda_refusal,
     element_refusal,
@@ -35,6 +35,7 @@ from sonic.impls._common import (
     own_configs,
     set_configs,
 )
+from sonic.impls._kernels import StepsAlone, TopKAlone
 from sonic.kernels import tuning
 from sonic.problem import Problem
 from sonic.record import Point
@@ -49,9 +50,24 @@ CUT = ((128, 256, False, 2, 1), (128, 192, True, 2, 1), (128, 128, True, 2, 1), 
 ALIGNMENT = 8
 #: An argument that the package asks for and never reads.
 STREAM = 0
+_TOPK_LIMITS = "its own top-K needs E a multiple of 8 up to 4096 and K up to 16"
 
 
-class Impl(Adapter):
+class _TopK(TopKAlone):
+    def topk(self) -> tuple[torch.Tensor, torch.Tensor]:
+        from sonicmoe.functional import _topk_softmax_fwd
+
+        T, E, K = self.problem.shape.T, self.problem.shape.E, self.K
+        scores_TK = torch.empty(T, K, dtype=torch.float32, device=self.logits_TE.device)
+        ids_TK = torch.empty_like(scores_TK, dtype=torch.int32)
+        _topk_softmax_fwd(self.logits_TE, scores_TK, ids_TK, E, K, is_softmax_over_topk=True, norm_topk_probs=False)
+        return scores_TK, ids_TK
+
+
+class Impl(StepsAlone):
+    KNOBS = frozenset()
+    ALONE = _TopK
+    OPS = frozenset({"layer", "experts", *_TopK.OPS})
     RAGGED = True
     properties = Properties(
         gather_fused_forward=True,
@@ -88,8 +104,12 @@ class Impl(Adapter):
 
     @staticmethod
     def supports(point: Point, device: torch.device) -> str | None:
-        if refusal := cuda_refusal(point, device, ("bf16", "fp16")) or hopper_refusal(point, device, ALIGNMENT):
+        alone = point.op in _TopK.OPS
+        dtypes = ("bf16", "fp16", "fp32") if alone else ("bf16", "fp16")
+        if refusal := cuda_refusal(point, device, dtypes) or hopper_refusal(point, device, ALIGNMENT):
             return refusal
+        if alone and not _own_topk(point.shape.E, point.shape.K):
+            return f"shape.E is {point.shape.E} and shape.K is {point.shape.K}; {_TOPK_LIMITS}"
         # of its sum over a token's rows
         return element_refusal(2**32 - 1, T_K_d=point.shape.T * point.shape.K * point.shape.d)
 
@@ -98,11 +118,13 @@ class Impl(Adapter):
         from sonicmoe.enums import ActivationType
 
         super().__init__(problem, point)
+        if self._alone is not None:
+            return
         self.package, self.swiglu = sonicmoe, ActivationType.SWIGLU
         notes = [_restrict_tuners(tuning.mode(), problem.device), "concat_layout=True"]
         T, E, K = problem.shape.T, problem.shape.E, problem.shape.K
-        if self.layer and (E > 4096 or E % 8 or K > 16):
-            notes.append("torch's top-K and softmax, since its own need E a multiple of 8 up to 4096 and K up to 16")
+        if self.layer and not _own_topk(E, K):
+            notes.append(f"torch's top-K and softmax, since {_TOPK_LIMITS}")
         self.note = "; ".join(notes)
         self.pairs = None
         if point.routing.method in RAGGED:
@@ -113,6 +135,8 @@ class Impl(Adapter):
         self.token_R = torch.arange(T, dtype=torch.int32, device=problem.device).repeat_interleave(K, output_size=T * K)
 
     def forward(self) -> torch.Tensor:
+        if self._alone is not None:
+            return super().forward()
         weights = self.w1_E2nd.permute(1, 2, 0), None, self.w2_Edn.permute(1, 2, 0), None
         options = {
             "activation_type": self.swiglu,
@@ -138,6 +162,11 @@ class Impl(Adapter):
         super().zero_grad()
         if self.pairs is not None:
             self.scores_R.grad = None
+
+
+def _own_topk(E: int, K: int) -> bool:
+    """Whether the package runs a top-K kernel of its own."""
+    return E <= 4096 and E % 8 == 0 and K <= 16
 
 
 def _restrict_tuners(tune: str, device: torch.device) -> str:

@@ -17,11 +17,14 @@ from sonic.impls import (
     _kernels,
     cublas_bmm,
     deepgemm_pp,
+    moe_ops,
     scattermoe,
+    sonicmoe_official,
     torch_bmm,
     torch_grouped_mm,
     torch_grouped_mm_compiled,
     torch_sum,
+    torch_topk,
 )
 from sonic.impls._kernels import Alone
 from sonic.problem import Problem
@@ -194,3 +197,53 @@ def test_compiled_sums_trace_whole(op: str, monkeypatch: pytest.MonkeyPatch) -> 
     traced = functools.partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
     monkeypatch.setattr(torch_grouped_mm_compiled, "compiled", traced)
     gate(torch_grouped_mm_compiled, op, "fused", "bf16")
+
+
+# The router's top-K
+
+
+def _topk_softmax_fwd(logits, scores, ids, E, K, is_softmax_over_topk, norm_topk_probs):
+    """Stands for SonicMoE's kernel, which writes into what it is given."""
+    assert is_softmax_over_topk and not norm_topk_probs and logits.shape[1] == E
+    assert scores.dtype == torch.float32 and ids.dtype == torch.int32
+    top, place = logits.topk(K, dim=-1)
+    scores.copy_(top.float().softmax(dim=-1))
+    ids.copy_(place)
+
+
+def fused_topk_softmax(logits, K, fp32_routing=False):
+    """Stands for moe_ops' kernel, whose scores have the dtype of the logits."""
+    top, place = logits.topk(K, dim=-1)
+    return top.float().softmax(dim=-1).to(logits.dtype), place.int()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("module", [torch_topk, sonicmoe_official, moe_ops], ids=lambda m: m.__name__.split(".")[-1])
+def test_a_packages_top_k_alone(module: types.ModuleType, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins = {
+        "sonicmoe": types.SimpleNamespace(),
+        "sonicmoe.enums": types.SimpleNamespace(ActivationType=types.SimpleNamespace(SWIGLU="swiglu")),
+        "sonicmoe.functional": types.SimpleNamespace(_topk_softmax_fwd=_topk_softmax_fwd),
+        "moe_ops": types.SimpleNamespace(
+            fused_topk_softmax=fused_topk_softmax, grouped_gemm_ops=None, grouped_gemm_ops_sm90=None
+        ),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    impl = gate(module, "router_topk", "fused", dtype, ShapeSpec(T=33, d=64, n=32, E=16, K=3))
+    size = 2 if dtype == "bf16" else 4
+    assert impl.bytes_model() == 33 * 16 * size + 33 * 3 * 8
+
+
+@pytest.mark.parametrize(
+    ("module", "E", "K", "text"),
+    [
+        (sonicmoe_official, 12, 2, "its own top-K needs E a multiple of 8 up to 4096 and K up to 16"),
+        (sonicmoe_official, 64, 17, "shape.E is 64 and shape.K is 17"),
+        (moe_ops, 12, 2, "shape.E is 12; its histogram needs a power of two"),
+    ],
+)
+def test_a_top_k_beyond_a_packages_limits(module, E, K, text, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    shape = ShapeSpec(T=33, d=64, n=32, E=E, K=K)
+    assert text in module.Impl.supports(point("router_topk", "fused", "fp32", shape=shape), torch.device("cuda"))
