@@ -37,6 +37,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
+from torch._library.custom_ops import OPDEFS
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -207,11 +208,15 @@ class Unwritten(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Runs `func`, or allocates what it would return."""
         kwargs = kwargs or {}
+        if (custom := OPDEFS.get(func._schema.name)) is not None:  # a package's own operator, which launches kernels
+            with OnCpu(), self:
+                return next(iter(custom._backend_fns.values()))(*args, **kwargs)
         if any(t.is_floating_point() and t.numel() > LARGE for t in _tensors((args, kwargs))):
             if func._schema.is_mutable:
                 return next(t for t, a in zip(args, func._schema.arguments, strict=False) if a.is_write)
             if all(r.alias_info is None for r in func._schema.returns):
-                shapes = func(*_meta(args), **_meta(kwargs))
+                elsewhere = {"device": torch.device("meta")} if "device" in kwargs else {}
+                shapes = func(*_meta(args), **_meta(kwargs) | elsewhere)
                 if all(t.is_floating_point() for t in _tensors(shapes)):
                     return tree_map_only(torch.Tensor, partial(torch.empty_like, device="cpu"), shapes)
         result = func(*args, **kwargs)
