@@ -222,12 +222,8 @@ _NO_EXTRAS = Extras()
 
 
 class Kept(NamedTuple):
-    """What a forward hands to its backward, beside the inputs.
+    """What a forward hands to its backward, beside the inputs and H; ids are empty when the router was not ours."""
 
-    H is empty when no backward will come or recomputes it, ids are empty when the router was not ours.
-    """
-
-    h: Tensor
     ids: Tensor
     scores: Tensor
     row_idx: Tensor
@@ -275,17 +271,19 @@ def _up(
 
 
 def _expert_grads(
-    do: Tensor, x: Tensor, w1: Tensor, w2: Tensor, h: Tensor, scores_R: Tensor, meta: _metadata.Metadata, c: Choices,
-    needs: Sequence[bool], summed: Callable[[Tensor], Tensor], extras: Extras = _NO_EXTRAS,
+    do: Tensor, x: Tensor, w1: Tensor, w2: Tensor, held: list[Tensor], scores_R: Tensor, meta: _metadata.Metadata,
+    c: Choices, needs: Sequence[bool], summed: Callable[[Tensor], Tensor], extras: Extras = _NO_EXTRAS,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """dX of the experts, the partial sums of dS in row order, dW1, dW2; dX, dW1 and dW2 where they are needed.
 
-    scores_R in row order; `summed` makes dX (T, d) of what d_input leaves behind.
+    `held` is H alone and is emptied: where no caller refers to it either, its memory is free once dH is there. scores_R
+    in row order; `summed` makes dX (T, d) of what d_input leaves behind.
     """
     steps, fused = c.steps, c.gather == "fused"
     need_x, need_w1, need_w2 = needs
     dx = dw1 = dw2 = ds_of_y = None
     xe, a, y = extras
+    h = held.pop()
     if c.cache == "none":
         h, _, xe = _up(x, w1, meta, c, True, with_a=False)
     in_place, with_ap = fused, {}
@@ -302,6 +300,7 @@ def _expert_grads(
     else:
         da = steps.d_act_gemm(do_rows, w2, meta, gather=in_place, **c.tile("d_act"))
         dh, ap, ds = steps.d_swiglu(da, h, scores_R, **with_ap)
+    del h
     if need_w2:
         dw2 = torch.empty(w2.shape, dtype=w2.dtype, device=w2.device)
         operand = a if ap is None else ap
@@ -322,25 +321,27 @@ def _expert_grads(
 def _forward(
     x: Tensor, router_w: Tensor | None, ids: Tensor | None, scores: Tensor | None, w1: Tensor, w2: Tensor,
     K: int, c: Choices, keep: bool,
-) -> tuple[Tensor, Kept, Extras]:  # fmt: skip
-    """O (T, d): routed by router_w, or by ids and scores (T, K) where it is None."""
+) -> tuple[Tensor, Tensor, Kept, Extras]:  # fmt: skip
+    """O (T, d), routed by router_w, or by ids and scores (T, K) where it is None; H, empty when no backward will come
+    or recomputes it; what else is kept."""
     steps = c.steps
     w1, w2 = _rows_last(w1), _rows_last(w2)
     if router_w is not None:
-        logits = F.linear(x.to(router_w.dtype), router_w)
-        scores, ids = steps.router_topk(logits, K)
+        scores, ids = steps.router_topk(F.linear(x.to(router_w.dtype), router_w), K)
     meta = steps.metadata(ids, w1.shape[0])
     keeps_h = keep and c.cache != "none"
     h, a, xe = _up(_rows(x), w1, meta, c, keeps_h)
     if c.cache != "h_a_y":
         xe = None  # not needed beside Y
     y = steps.down_proj(a, w2, meta, into=c.into, scores=scores, **c.tile("down_proj"))
+    a = a if keep and c.keeps_a else None  # not needed beside O
     o = _summed(y, c, meta, scores, K, x.dtype)
     kept_ids = ids if router_w is not None else ids.new_empty(0)
     extras = _NO_EXTRAS
     if keep and not c.keeps_h_alone:
-        extras = Extras(xe, a if c.keeps_a else None, y if c.keeps_y else None)
-    return o, Kept(h if keeps_h else x.new_empty(0), kept_ids, scores, meta.row_idx_R, meta.offsets_E1), extras
+        extras = Extras(xe, a, y if c.keeps_y else None)
+    kept = Kept(kept_ids, scores, meta.row_idx_R, meta.offsets_E1)
+    return o, h if keeps_h else x.new_empty(0), kept, extras
 
 
 @_without_autocast
@@ -350,12 +351,14 @@ def _backward(
     router_w: Tensor | None,
     w1: Tensor,
     w2: Tensor,
+    held: list[Tensor],
     kept: Kept,
     c: Choices,
     needs: Sequence[bool],
     extras: Extras = _NO_EXTRAS,
 ) -> list[Tensor | None]:
-    """dX, the routing's gradient (router_w's, or dS without a router), dW1, dW2; None for one that nobody needs."""
+    """dX, the routing's gradient (router_w's, or dS without a router), dW1, dW2; None for one that nobody needs. `held`
+    as in `_expert_grads`."""
     steps = c.steps
     need_x, need_routing, need_w1, need_w2 = needs
     drouting = None
@@ -364,7 +367,7 @@ def _backward(
     meta, scores_R = steps.restore(kept.row_idx, kept.offsets, kept.scores)
     x, do = _rows(x), _rows(do)
     dx, ds, dw1, dw2 = _expert_grads(
-        do, x, w1, w2, kept.h, scores_R, meta, c, (need_x, need_w1, need_w2),
+        do, x, w1, w2, held, scores_R, meta, c, (need_x, need_w1, need_w2),
         lambda dxt: _summed(dxt, c, meta, None, K, x.dtype), extras,
     )  # fmt: skip
     if router_w is None:
@@ -378,12 +381,15 @@ def _backward(
     return [dx, drouting, dw1, dw2]
 
 
-def _input_grads(ctx, run: Callable) -> tuple[Tensor | None, ...]:  # noqa: ANN001
-    """Gradients in the order of the forward's inputs, of which run(kept, needs, x, router_w, w1, w2) gives four."""
-    x, router_w, w1, w2, *kept = ctx.saved_tensors
+def _input_grads(ctx, saved: list[Tensor | None], run: Callable) -> tuple[Tensor | None, ...]:  # noqa: ANN001
+    """Gradients in the order of the forward's inputs, of which run(needs, x, router_w, w1, w2, held, *kept) gives four.
+    `saved` is emptied."""
+    x, router_w, w1, w2, *kept = saved
+    saved.clear()
+    held = [kept.pop(0)]
     routed = router_w is not None
     needs = [ctx.needs_input_grad[i] for i in (0, 1 if routed else 3, 4, 5)]
-    dx, drouting, dw1, dw2 = run(kept, needs, x, router_w, w1, w2)
+    dx, drouting, dw1, dw2 = run(needs, x, router_w, w1, w2, held, *kept)
     drouter, dscores = (drouting, None) if routed else (None, drouting)
     return dx, drouter, None, dscores, dw1, dw2, None, None, None
 
@@ -393,20 +399,27 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, router_w, ids, scores, w1, w2, K, c, keep) -> Tensor:  # noqa: ANN001
-        o, kept, extras = _forward(x, router_w, ids, scores, w1, w2, K, c, keep)
+        o, h, kept, extras = _forward(x, router_w, ids, scores, w1, w2, K, c, keep)
         if keep:
-            ctx.save_for_backward(x, router_w, w1, w2, *kept, *(() if c.keeps_h_alone else extras))
+            ctx.save_for_backward(x, router_w, w1, w2, h, *kept, *(() if c.keeps_h_alone else extras))
             ctx.choices = c
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):  # noqa: ANN001, ANN205
-        def run(kept: Sequence[Tensor], needs: list[bool], *inputs: Tensor | None) -> list[Tensor | None]:
+        def run(needs, x, router_w, w1, w2, held, *kept) -> list[Tensor | None]:  # noqa: ANN001, ANN002
             kept, extras = Kept(*kept[: len(Kept._fields)]), Extras(*kept[len(Kept._fields) :])
-            return _backward(do, *inputs, kept, ctx.choices, needs, extras)
+            return _backward(do, x, router_w, w1, w2, held, kept, ctx.choices, needs, extras)
 
-        return _input_grads(ctx, run)
+        return _input_grads(ctx, _taken(ctx), run)
+
+
+def _taken(ctx) -> list[Tensor | None]:  # noqa: ANN001
+    """The saved tensors, which the graph gives up at once, not when the backward ends, unless it is to be kept."""
+    saved = list(ctx.saved_tensors)
+    ctx.maybe_clear_saved_tensors()
+    return saved
 
 
 def _device_of(x: Tensor) -> AbstractContextManager:
@@ -423,8 +436,8 @@ def _forward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """O and what is kept; scores are empty where they were an input, which an operator must not return."""
     with _device_of(x):
-        o, kept, _ = _forward(x, router_w, ids, scores, w1, w2, K, Choices.decode(choices), keep)
-    return o, *(kept if router_w is not None else kept._replace(scores=scores.new_empty(0)))
+        o, h, kept, _ = _forward(x, router_w, ids, scores, w1, w2, K, Choices.decode(choices), keep)
+    return o, h, *(kept if router_w is not None else kept._replace(scores=scores.new_empty(0)))
 
 
 @_forward_op.register_fake
@@ -443,9 +456,9 @@ def _backward_op(
     row_idx: Tensor, offsets: Tensor, choices: str, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `_backward`; an empty tensor stands for a gradient that nobody needs."""
-    kept = Kept(h, ids, scores, row_idx, offsets)
+    kept = Kept(ids, scores, row_idx, offsets)
     with _device_of(x):
-        grads = _backward(do, x, router_w, w1, w2, kept, Choices.decode(choices), needs)
+        grads = _backward(do, x, router_w, w1, w2, [h], kept, Choices.decode(choices), needs)
     return tuple(g if g is not None else x.new_empty(0) for g in grads)
 
 
@@ -457,20 +470,20 @@ def _(do, x, router_w, w1, w2, h, ids, scores, row_idx, offsets, choices, needs)
 
 def _keep_for_op(ctx, inputs, output) -> None:  # noqa: ANN001
     x, router_w, ids, scores, w1, w2, _K, ctx.choices, keep = inputs
-    _o, *kept = output
+    _o, h, *kept = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*kept)
+    ctx.mark_non_differentiable(h, *kept)
     if keep:
         kept = Kept(*kept) if router_w is not None else Kept(*kept)._replace(scores=scores)
-        ctx.save_for_backward(x, router_w, w1, w2, *kept)
+        ctx.save_for_backward(x, router_w, w1, w2, h, *kept)
 
 
 def _op_gradient(ctx, do, *_kept):  # noqa: ANN001, ANN002, ANN202
-    def run(kept: Sequence[Tensor], needs: list[bool], *inputs: Tensor | None) -> list[Tensor | None]:
-        grads = _backward_op(do, *inputs, *kept, ctx.choices, needs)
+    def run(needs, x, router_w, w1, w2, held, *kept) -> list[Tensor | None]:  # noqa: ANN001, ANN002
+        grads = _backward_op(do, x, router_w, w1, w2, held.pop(), *kept, ctx.choices, needs)
         return [g if need else None for g, need in zip(grads, needs, strict=True)]
 
-    return _input_grads(ctx, run)
+    return _input_grads(ctx, list(ctx.saved_tensors), run)
 
 
 _forward_op.register_autograd(_op_gradient, setup_context=_keep_for_op)
@@ -633,22 +646,23 @@ def _forward_plan(
     w1, w2 = _rows_last(w1), _rows_last(w2)
     h, a, _ = _up(_rows(x), w1, plan.meta, c, keep)
     y = c.steps.down_proj(a, w2, plan.meta, **c.tile("down_proj"))
+    del a  # not needed beside O
     return _token_sums(c).sum_rows(y, plan, scores), h if keep else None
 
 
 @_without_autocast
 def _backward_plan(
-    do: Tensor, x: Tensor, scores: Tensor, w1: Tensor, w2: Tensor, h: Tensor, plan: Plan, c: Choices,
+    do: Tensor, x: Tensor, scores: Tensor, w1: Tensor, w2: Tensor, held: list[Tensor], plan: Plan, c: Choices,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
-    """dX, dS in slot order, dW1, dW2; None for one that nobody needs."""
+    """dX, dS in slot order, dW1, dW2; None for one that nobody needs. `held` as in `_expert_grads`."""
     sums = _token_sums(c)
     need_x, need_scores, need_w1, need_w2 = needs
     w1, w2 = _rows_last(w1), _rows_last(w2)
     x, do = _rows(x), _rows(do)
     scores_R = scores.index_select(0, plan.meta.slot_idx_R)
     dx, ds, dw1, dw2 = _expert_grads(
-        do, x, w1, w2, h, scores_R, plan.meta, c, (need_x, need_w1, need_w2),
+        do, x, w1, w2, held, scores_R, plan.meta, c, (need_x, need_w1, need_w2),
         lambda dxt: sums.sum_rows(dxt, plan, None),
     )  # fmt: skip
     return [dx, sums.sum_parts(ds, plan) if need_scores else None, dw1, dw2]
@@ -669,7 +683,9 @@ class _Planned(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do):  # noqa: ANN001, ANN205
-        grads = _backward_plan(do, *ctx.saved_tensors, ctx.plan, ctx.choices, ctx.needs_input_grad[:4])
+        saved = _taken(ctx)
+        held = [saved.pop()]
+        grads = _backward_plan(do, *saved, held, ctx.plan, ctx.choices, ctx.needs_input_grad[:4])
         return *grads, None, None, None
 
 

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -335,6 +336,11 @@ def _run(impl_class: type, point: Point) -> None:
             out.backward(problem.do_Td)
 
 
+def _each(points: Sequence[Point], card: Card, jobs: int) -> Iterator[tuple[Point, Done]]:
+    with ProcessPoolExecutor(max(1, min(jobs, len(points))), get_context("spawn")) as processes:
+        yield from zip(points, processes.map(partial(precompile, card=card), points), strict=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(
@@ -357,14 +363,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{wanted.name}: {sweep.counted(len(points))} for {card.name}, triton {triton.__version__}")
     failed = kernels = 0
     leaves = sweep.varying(points)
-    with ProcessPoolExecutor(max(1, min(options.jobs, len(points))), get_context("spawn")) as processes:
-        done_points = zip(points, processes.map(partial(precompile, card=card), points), strict=True)
-        for at, (point, done) in enumerate(done_points, 1):
+    try:
+        for at, (point, done) in enumerate(_each(points, card, options.jobs), 1):
             failed += done.error is not None
             kernels += done.compiled
             asked = sweep.settings_of(point, leaves)
             parts = (f"{point.impl:<16} {point.op} {point.mode}", sweep.sizes(point), asked, str(done))
             print(f"[{at}/{len(points)}]", "  ".join(filter(None, parts)), flush=True)
+    except BrokenProcessPool:
+        print("error: a process was killed, out of memory perhaps (--jobs 1 needs least); the same command goes on "
+              "from what is compiled", file=sys.stderr)  # fmt: skip
+        return 1
     folder = triton.knobs.cache.dir or Path.home() / ".triton" / "cache"
     print(f"{kernels} kernels compiled into {folder}" + (f"; {sweep.counted(failed)} failed" if failed else ""))
     return 1 if failed else 0

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 from triton.runtime.errors import OutOfResources
 
 import sonic
-from sonic import layer
+from sonic import layer, routing
 from sonic.kernels.common import SMEM_LIMIT, Tile
 from tests.oracle import (
     DEVICE,
@@ -297,6 +299,33 @@ def test_a_second_backward_gives_the_same() -> None:
     first = torch.autograd.grad(o, leaves, inputs.do, retain_graph=True)
     for name, a, b in zip(inputs.leaves, first, torch.autograd.grad(o, leaves, inputs.do), strict=True):
         check_equal("retain_graph", f"d{name}", b, a)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("family", ["triton", "torch"])
+def test_h_is_given_up_once_dh_is_there(family: str, planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the rows of dX, the largest of a backward, H would only take room; a graph that is kept keeps it."""
+    steps, held, gone = layer.FAMILIES[family], [], []
+
+    def up_proj(*args: object, **options: object) -> tuple:
+        h, a = steps.up_proj(*args, **options)
+        held.append(StorageWeakRef(h.untyped_storage()))
+        return h, a
+
+    def d_input(*args: object, **options: object) -> torch.Tensor:
+        gone.append(held[-1].expired())
+        return steps.d_input(*args, **options)
+
+    monkeypatch.setitem(layer.FAMILIES, family, replace(steps, up_proj=up_proj, d_input=d_input))
+    inputs = draw(SMALL)
+    if planned:
+        chosen = routing.route(inputs.x @ inputs.router_w.T, SMALL.K, "tr_up", tile=4, family=family)
+        o = layer.experts_plan(inputs.x, chosen, inputs.w1, inputs.w2, family=family)
+    else:
+        o = layer.moe(inputs.x, inputs.router_w, inputs.w1, inputs.w2, SMALL.K, family=family)
+    o.backward(inputs.do, retain_graph=True)
+    o.backward(inputs.do)
+    assert gone == [False, True]
 
 
 @pytest.mark.parametrize("family", ["triton", "torch"])
