@@ -90,7 +90,7 @@ CARDS = {
 class Driver:
     """Stands in for Triton's driver: compiles for the card, loads nothing, launches nothing."""
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: Card, libraries: str) -> None:
         self.card = card
         self.utils = SimpleNamespace(
             load_binary=lambda *_: (0, 0, 0, 0, 1024),
@@ -99,7 +99,7 @@ class Driver:
                 "sm_clock_rate": 1, "mem_clock_rate": 1, "mem_bus_width": 1,
             },
         )  # fmt: skip
-        self._library_dirs = [nvidia.libdevice_dir, _libcuda_folder()]
+        self._library_dirs = [nvidia.libdevice_dir, libraries]
         self._launcher(lambda: nvidia.CudaUtils())
 
     def _launcher(self, make: Callable[[], object]) -> None:
@@ -148,12 +148,13 @@ def _benchmark(call: Callable[[], object], quantiles: Sequence[float] | None = N
     return 1.0 if quantiles is None else [1.0] * len(quantiles)
 
 
-def _libcuda_folder() -> str:
-    """A folder with a `libcuda.so.1` to link against: launchers find the real one when they are loaded."""
-    folder = tempfile.mkdtemp(prefix="libcuda-")
-    command = [os.environ.get("CC", "cc"), "-shared", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1"]
-    subprocess.run([*command, "-x", "c", os.devnull], check=True)
-    return folder
+@contextlib.contextmanager
+def libcuda() -> Iterator[str]:
+    """A folder with a `libcuda.so.1` to link launchers against, which find the real one when they are loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [os.environ.get("CC", "cc"), "-shared", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1"]
+        subprocess.run([*command, "-x", "c", os.devnull], check=True)
+        yield folder
 
 
 class OnCpu(TorchFunctionMode):
@@ -249,7 +250,7 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 @contextlib.contextmanager
-def posing(card: Card) -> Iterator[None]:
+def posing(card: Card, libraries: str) -> Iterator[None]:
     """Within, tensors and torch.cuda look as on a machine with the card, and Triton compiles for it."""
     answers = {
         "is_available": lambda: True,
@@ -281,7 +282,7 @@ def posing(card: Card) -> Iterator[None]:
         stack.enter_context(mock.patch.object(sonic, "_adopt", lambda _: None))
         before = triton.runtime.driver._active
         stack.callback(setattr, triton.runtime.driver, "_active", before)
-        triton.runtime.driver.set_active(Driver(card))
+        triton.runtime.driver.set_active(Driver(card, libraries))
         stack.enter_context(mock.patch.object(BackwardCFunction, "apply", _backward))
         stack.enter_context(OnCpu())
         stack.enter_context(Unwritten())
@@ -304,15 +305,16 @@ class Done:
         return sweep.short(reason) if reason else f"{self.compiled} compiled, {self.found} found, {self.seconds:.1f} s"
 
 
-def precompile(point: Point, card: Card) -> Done:
-    """Compiles every kernel that the point launches, on its twin and at full size. Never raises for a point."""
+def precompile(point: Point, card: Card, libraries: str) -> Done:
+    """Compiles every kernel that the point launches, on its twin and at full size; `libraries` is a folder of
+    `libcuda`. Never raises for a point."""
     counts = {False: 0, True: 0}
 
     def listen(*_: Any, cache_hit: bool, **__: Any) -> None:
         counts[cache_hit] += 1
 
     begun, refused, error = time.perf_counter(), None, None
-    with mock.patch.object(triton.knobs.compilation, "listener", listen), posing(card):
+    with mock.patch.object(triton.knobs.compilation, "listener", listen), posing(card, libraries):
         try:
             impl = impls.load(point.impl)
             refused = impl.available() or worker.refusal(impl, point, CUDA)
@@ -337,8 +339,10 @@ def _run(impl_class: type, point: Point) -> None:
 
 
 def _each(points: Sequence[Point], card: Card, jobs: int) -> Iterator[tuple[Point, Done]]:
-    with ProcessPoolExecutor(max(1, min(jobs, len(points))), get_context("spawn")) as processes:
-        yield from zip(points, processes.map(partial(precompile, card=card), points), strict=True)
+    count = max(1, min(jobs, len(points)))
+    with libcuda() as folder, ProcessPoolExecutor(count, get_context("spawn")) as processes:
+        call = partial(precompile, card=card, libraries=folder)
+        yield from zip(points, processes.map(call, points), strict=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
