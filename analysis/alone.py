@@ -1,4 +1,4 @@
-"""What the figures of single kernels (Figs 19 to 22) share: a panel per op, a group of bars per shape."""
+"""What the figures of single kernels (Figs 19 to 22) share: panels per op, a group of bars per shape."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ from analysis import common, load, paper
 _SIZES = list(load.SHAPE)
 #: From the fourth variant of an implementation on, where `common.bar_styles` has one hatch for all.
 _HATCHES = ("xxxx", "....", "\\\\\\\\", "||||", "++++")
+#: Inches that a panel may be wide: beyond, its shapes are dealt out to panels below each other.
+_WIDEST = 15.0
 _LABELS = {"tflops": "model TFLOP/s", "gbps": "GB/s"}
 
 
-def select(rows: pd.DataFrame, ops: Sequence[str]) -> pd.DataFrame:
-    """Rows of these ops, seeds pooled, labelled within each op; `place` names the shape under its bars."""
+def select(rows: pd.DataFrame, ops: Sequence[str], across: bool = False) -> pd.DataFrame:
+    """Rows of these ops, seeds pooled, labelled within each op, or `across` them; `place` names the shape under its
+    bars."""
     rows = rows[rows.op.isin(ops)]
     if not rows.ms.notna().any():
         raise load.NothingLeft(f"none of {', '.join(ops)} was measured")
     pooled = load.pool_seeds(load.one_series(rows))
-    parts = [common.label_series(pooled[pooled.op == op]) for op in ops if (pooled.op == op).any()]
-    data = pd.concat(parts, ignore_index=True)
+    if across:
+        data = common.label_series(pooled.assign(op=ops[0])).assign(op=pooled.op)
+    else:
+        parts = [common.label_series(pooled[pooled.op == op]) for op in ops if (pooled.op == op).any()]
+        data = pd.concat(parts, ignore_index=True)
     return data.assign(place=[_place(*sizes) for sizes in data[_SIZES].itertuples(index=False)])
 
 
@@ -36,26 +42,38 @@ def draw(
     figure: Figure, data: pd.DataFrame, title: str, quantity: str, ops: Mapping[str, str], said: Sequence[str],
     own: Sequence[str] = (), gains: Sequence[paper.KernelGain] = (),
 ) -> None:  # fmt: skip
-    """A panel per op of `ops` (op -> words) with bars of `quantity`; below, what the paper says, `gains` of its text
+    """Panels of bars of `quantity` for each op of `ops` (op -> words); below, what the paper says, `gains` of its text
     with ours, and what is `own`."""
     there = [op for op in ops if (data.op == op).any()]
-    places = common.places(data)
     styles = _styles(data, quantity)
-    width = max(4.4, 0.19 * len(places) * (len(styles) + 0.8))
-    sheet = common.panels(figure, len(there), 1, size=(width, 1.9), share_x=False, gap=(0.3, 0.75))
-    for ax, op in zip(sheet.axes[:, 0], there, strict=True):
-        part = data[data.op == op]
-        shown = common.styles_within(part, styles)
-        form = ".2g" if common.on_cpu(data) else ".0f"
-        common.draw_bars(ax, part, shown, "place", quantity, places, part[quantity].max(), form)
-        ax.set_xticks(range(len(places)), places)
-        ax.set_xlabel("model size, n and E/K" if op == there[-1] else "")
-        ax.set_ylabel(f"{_LABELS[quantity]}{common.time_note(data)}")
-        ax.set_title(ops[op])
+    inches = 0.19 * (len(styles) + 0.8)
+    parts = _dealt(common.places(data), max(1, int(_WIDEST / inches)))
+    size = (max(4.4, inches * len(parts[0])), 1.9)
+    sheet = common.panels(figure, len(there) * len(parts), 1, size=size, share_x=False, gap=(0.3, 0.75))
+    form = ".2g" if common.on_cpu(data) else ".0f"
+    for op, axes in zip(there, sheet.axes[:, 0].reshape(len(there), len(parts)), strict=True):
+        lines = data[data.op == op]
+        shown, top = common.styles_within(lines, styles), lines[quantity].max()
+        for ax, places in zip(axes, parts, strict=True):
+            common.draw_bars(ax, lines, shown, "place", quantity, places, top, form)
+            ax.set_xticks(range(len(places)), places)
+            ax.set_ylabel(f"{_LABELS[quantity]}{common.time_note(data)}")
+        highest = max(ax.get_ylim()[1] for ax in axes)
+        for ax in axes:
+            ax.set_ylim(0, highest)
+        axes[0].set_title(ops[op])
+    sheet.axes[-1, 0].set_xlabel("model size, n and E/K")
     said = [*(f"The paper, H100: {text}" for text in said), *_beside(data, gains)]
     handles = [Patch(label=series, **style) for series, style in styles.items()]
     notes = [*said, *own] if not common.on_cpu(data) else []
     sheet.finish(title, common.provenance(data), handles, notes + common.notes(data))
+
+
+def _dealt(places: Sequence[str], most: int) -> list[list[str]]:
+    """The places in parts of `most` at most, as equal as can be."""
+    count = -(-len(places) // most)
+    each = -(-len(places) // count)
+    return [list(places[at : at + each]) for at in range(0, len(places), each)]
 
 
 def _styles(data: pd.DataFrame, quantity: str) -> dict[str, dict[str, object]]:

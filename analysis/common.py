@@ -16,6 +16,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, NullLocator
 
 from analysis import load, paper
@@ -491,6 +492,7 @@ def draw_bars(
         ax.bar(at, group[y].astype(float), width * 0.94, zorder=2, **style)
         if y in ("ms", "tflops", "gbps"):
             ax.vlines(at, low, high, color="black", linewidth=0.7, zorder=3)
+        halo = [withStroke(linewidth=2, foreground=style["facecolor"])] if style["hatch"] else []
         dark = np.dot(style["facecolor"], (0.3, 0.59, 0.11)) < 0.6
         for place, position, (_, line) in zip(at, positions, group.iterrows(), strict=True):
             places[name, position] = float(place)
@@ -501,6 +503,7 @@ def draw_bars(
                 (place, max(line[y], 0) if there and not inside else 0), xytext=(0, 3), textcoords="offset points",
                 rotation=90, ha="center", va="bottom", fontsize=5.5, zorder=4,
                 color=("white" if dark else "#1b1f24") if inside else style["edgecolor"],
+                path_effects=halo if inside else [],
             )  # fmt: skip
     ax.set_xlim(-0.55, len(positions) - 0.45)
     ax.grid(False, axis="x")

@@ -8,7 +8,7 @@ import pytest
 
 from analysis import figures, paper
 from sonic.record import Knobs, Routing, Row
-from tests.analysis_rows import measured, unmeasured, write
+from tests.analysis_rows import check_sheet, measured, unmeasured, write
 
 LEARNED, BALANCED = Routing(), Routing(distribution="balanced")
 SHAPES = [paper.shape("7B", n) for n in (256, 512)] + [paper.shape("30B", 1024)]
@@ -95,3 +95,23 @@ def test_a_sweep_without_times_draws_nothing(tmp_path: Path) -> None:
     row = unmeasured(SHAPES[0], "oom", impl="sonic", sweep="aggregation", op="aggregate")
     with pytest.raises(figures.NotDrawn, match="none of aggregate was measured"):
         figures.build("fig21", write(tmp_path, [row]))
+
+
+def test_many_shapes_are_dealt_out_to_panels_of_one_scale(tmp_path: Path) -> None:
+    """All twelve shapes of Fig 20 with every way of every package would be thrice as wide as a page."""
+    ways = [("sonic", way) for way in ("fused", "separate", "given")]
+    ways += [(impl, way) for impl in ("scattermoe", "deepgemm_pp", "torch_grouped_mm") for way in ("separate", "given")]
+    shapes = [paper.shape(size, n) for size in paper.CONFIGS for n, *_ in paper.CONFIGS[size]]
+    rows = [
+        measured(
+            shape, impl, us=1000.0 + 10 * at, op=op, sweep="gather", held_bytes=None,
+            knobs=Knobs(family="hopper" if impl == "sonic" else "torch", gather=way, activation="separate"),
+        )
+        for at, shape in enumerate(shapes) for op in ("up_proj", "weight_grad_1") for impl, way in ways
+    ]  # fmt: skip
+    drawn = figures.build("fig20", write(tmp_path, rows))
+    check_sheet(drawn)
+    first, second, *_ = axes = drawn.figure.axes
+    assert len(axes) == 4 and first.get_ylim() == second.get_ylim()
+    ticks = [tick.get_text() for ax in axes[:2] for tick in ax.get_xticklabels()]
+    assert len(ticks) == len(set(ticks)) == len(shapes)
