@@ -1,7 +1,8 @@
-"""The README's table: one line per implementation at a fine and a coarse shape of the granularity sweep.
+"""The README's table: one line per implementation at a fine and a coarse shape of one sweep.
 
 `python -m analysis.headline` prints it as markdown from the committed rows; a test holds the README to it. The paper's
-speed of SonicMoE over an implementation (Fig 14, H100) stands beside the measured one.
+speed of SonicMoE over an implementation (Fig 14, H100) and what it saves of the memory held for the backward (Fig 13,
+less what the bars hold beside it) stand beside the measured ones.
 """
 
 from __future__ import annotations
@@ -15,19 +16,29 @@ from analysis.fig1_granularity import select, table
 from sonic.say import say
 
 GPU = common.HOME_GPU
+SWEEP = "granularity"
 SHAPES = (("7B", 256), ("30B", 1024))
 HEAD = (
     "shape", "implementation", "fwd ms", "fwd + bwd ms", "fwd TFLOP/s", "held GiB",
-    "sonic's speed (fwd + bwd)", "the paper's, H100",
+    "sonic's speed (fwd + bwd)", "the paper's, H100", "sonic holds less by", "the paper's",
 )  # fmt: skip
 
 
 def numbers(results: Path = load.RESULTS) -> pd.DataFrame:
-    """The rows behind the table: the shapes of `SHAPES`, op=layer, with times, held memory and both speeds."""
-    rows, _ = load.newest_method(load.rows(results, sweep="granularity", gpu=GPU)[0])
+    """The rows behind the table: the shapes of `SHAPES`, op=layer, with times, both speeds, held memory and the parts
+    of it that `sonic` saves (`saved`, `paper_saved`)."""
+    rows, _ = load.newest_method(load.rows(results, sweep=SWEEP, gpu=GPU)[0])
     found = table(select(rows))
-    shown = [found[(found["size"] == size) & (found["n"] == n)] for size, n in SHAPES]
-    return pd.concat(shown)
+    shown = (found[(found["size"] == size) & (found["n"] == n)] for size, n in SHAPES)
+    return pd.concat([_with_savings(part) for part in shown])
+
+
+def _with_savings(lines: pd.DataFrame) -> pd.DataFrame:
+    """The lines of one shape with the parts of the held memory that the first line of `sonic` saves."""
+    mine = lines.series.str.startswith("sonic (")
+    ours = lines[mine & lines.held_gib.notna()].iloc[0]
+    saved, paper_saved = (1 - ours[name] / lines[name].mask(mine) for name in ("held_gib", "paper_held_gib"))
+    return lines.assign(saved=saved, paper_saved=paper_saved)
 
 
 def markdown(found: pd.DataFrame) -> str:
@@ -45,6 +56,8 @@ def markdown(found: pd.DataFrame) -> str:
             _cell(row.held_gib, ".2f"),
             _cell(row.sonic_speed, ".2f"),
             _cell(row.paper_sonic_speed, ".2f"),
+            _cell(row.saved, ".0%"),
+            _cell(row.paper_saved, ".0%"),
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -52,7 +65,7 @@ def markdown(found: pd.DataFrame) -> str:
 
 def caution(results: Path = load.RESULTS) -> str:
     """How many of the measurements behind the table are to be taken with care, as the README says it."""
-    rows, _ = load.newest_method(load.rows(results, sweep="granularity", gpu=GPU)[0])
+    rows, _ = load.newest_method(load.rows(results, sweep=SWEEP, gpu=GPU)[0])
     layers = rows[(rows.op == "layer") & rows["mode"].isin(("fwd", "fwd_bwd")) & rows.ms.notna()]
     sizes = [paper.shape(size, n) for size, n in SHAPES]
     behind = [layers[(layers[list(load.SHAPE)] == [getattr(shape, name) for name in load.SHAPE]).all(axis=1)]
