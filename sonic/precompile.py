@@ -75,7 +75,7 @@ class Card:
         return SimpleNamespace(
             name=self.name, major=major, minor=minor, multi_processor_count=self.sms, L2_cache_size=self.l2,
             warp_size=32, shared_memory_per_block_optin=self.shared, regs_per_multiprocessor=65536,
-            max_threads_per_multi_processor=2048, total_memory=80 << 30,
+            max_threads_per_multi_processor=2048,
         )  # fmt: skip
 
 
