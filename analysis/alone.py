@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -14,6 +15,8 @@ from analysis import common, load, paper
 _SIZES = list(load.SHAPE)
 #: From the fourth variant of an implementation on, where `common.bar_styles` has one hatch for all.
 _HATCHES = ("xxxx", "....", "\\\\\\\\", "||||", "++++")
+#: Share of an implementation's colour, and hatch, for values of a field that several implementations have.
+_LOOKS = {"fused": (1.0, ""), "given": (0.4, ""), "separate": (0.4, "////")}
 #: Inches that a panel may be wide: beyond, its shapes are dealt out to panels below each other.
 _WIDEST = 15.0
 _LABELS = {"tflops": "model TFLOP/s", "gbps": "GB/s"}
@@ -31,7 +34,8 @@ def select(rows: pd.DataFrame, ops: Sequence[str], across: bool = False) -> pd.D
     else:
         parts = [common.label_series(pooled[pooled.op == op]) for op in ops if (pooled.op == op).any()]
         data = pd.concat(parts, ignore_index=True)
-    return data.assign(place=[_place(*sizes) for sizes in data[_SIZES].itertuples(index=False)])
+    place = [_place(*sizes) for sizes in data[_SIZES].itertuples(index=False)]
+    return data.assign(place=place, card=data.card.fillna("untold"))
 
 
 def _place(T: int, d: int, n: int, E: int, K: int) -> str:
@@ -40,12 +44,12 @@ def _place(T: int, d: int, n: int, E: int, K: int) -> str:
 
 def draw(
     figure: Figure, data: pd.DataFrame, title: str, quantity: str, ops: Mapping[str, str], said: Sequence[str],
-    own: Sequence[str] = (), gains: Sequence[paper.KernelGain] = (),
+    own: Sequence[str] = (), gains: Sequence[paper.KernelGain] = (), look_of: str | None = None,
 ) -> None:  # fmt: skip
     """Panels of bars of `quantity` for each op of `ops` (op -> words); below, what the paper says, `gains` of its text
-    with ours, and what is `own`."""
+    with ours, and what is `own`. `look_of`: a field whose values look the same for all (`_LOOKS`)."""
     there = [op for op in ops if (data.op == op).any()]
-    styles = _styles(data, quantity)
+    styles = _styles(data, quantity) if look_of is None else _looks(data, quantity, look_of)
     inches = 0.19 * (len(styles) + 0.8)
     parts = _dealt(common.places(data), max(1, int(_WIDEST / inches)))
     size = (max(4.4, inches * len(parts[0])), 1.9)
@@ -65,7 +69,7 @@ def draw(
     sheet.axes[-1, 0].set_xlabel("model size, n and E/K")
     said = [*(f"The paper, H100: {text}" for text in said), *_beside(data, gains)]
     handles = [Patch(label=series, **style) for series, style in styles.items()]
-    notes = [*said, *own] if not common.on_cpu(data) else []
+    notes = [*said, *own, *_card_notes(data)] if not common.on_cpu(data) else []
     sheet.finish(title, common.provenance(data), handles, notes + common.notes(data))
 
 
@@ -86,6 +90,21 @@ def _styles(data: pd.DataFrame, quantity: str) -> dict[str, dict[str, object]]:
     return styles
 
 
+def _looks(data: pd.DataFrame, quantity: str, field: str) -> dict[str, dict[str, object]]:
+    """As `common.bar_styles`, full, pale and hatched by the value of a field."""
+    styles = common.bar_styles(data, quantity)
+    for name, style in styles.items():
+        line = data[data.series == name].iloc[0]
+        share, style["hatch"] = _LOOKS[line[field]]
+        style["facecolor"] = tuple(1 - (1 - part) * share for part in to_rgb(common.look(line.impl).colour))
+    return styles
+
+
+def _card_notes(data: pd.DataFrame) -> list[str]:
+    cards = data[data.ms.notna()].card.nunique()
+    return [f"Rows of {cards} cards; ratios hold two rows of one card against each other."] if cards > 1 else []
+
+
 def _beside(data: pd.DataFrame, gains: Sequence[paper.KernelGain]) -> list[str]:
     """The paper's averages and ours in one line."""
     words = []
@@ -96,20 +115,26 @@ def _beside(data: pd.DataFrame, gains: Sequence[paper.KernelGain]) -> list[str]:
 
 
 def table(data: pd.DataFrame, quantity: str) -> pd.DataFrame:
-    """Per op, shape and series ms, the rate, and the time over that of the fastest series of `sonic` there."""
+    """Per op, shape and series ms, the rate, and the time over that of the fastest series of `sonic` on that card."""
     out = data[data.groupby(["op", "series"])[quantity].transform("count") > 0].copy()
-    keys = ["op", *_SIZES]
+    keys = ["op", "card", *_SIZES]
     ours = out[(out.impl == "sonic") & out.ms.notna()].sort_values("ms").drop_duplicates(keys)
     out["over_sonic"] = common.ratio(out.ms, common.lookup(out, ours, keys, "ms"))
+    shapes = common.shapes_in_order(out)
+    out = out.assign(
+        _op=out.op.map(list(out.op.unique()).index), _rank=out.impl.map(common.rank),
+        _place=[shapes.index(sizes) for sizes in out[_SIZES].itertuples(index=False, name=None)],
+    ).sort_values(["_op", "_place", "_rank", "variant"])  # fmt: skip
     columns = ["op", *_SIZES, "series", "status", "ms", quantity, "over_sonic", "launches", "worst_error"]
-    return out[columns].dropna(axis=1, how="all")
+    return out[columns].reset_index(drop=True).dropna(axis=1, how="all")
 
 
 def means(data: pd.DataFrame, op: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> float:
-    """Geometric mean over shapes of the time of one way over that of another, each given by its fields; NaN without
-    both."""
+    """Geometric mean over shapes of the time of one way over that of another, each given by its fields and both
+    measured on one card; NaN without both."""
     part = data[(data.op == op) & data.ms.notna()]
+    by = ["card", *_SIZES]
     part = part.sort_values("ms")  # of several series that fit, the fastest
-    pick = lambda given: part[(part[list(given)] == pd.Series(given)).all(axis=1)].drop_duplicates(_SIZES)  # noqa: E731
-    both = pick(theirs).merge(pick(ours), on=_SIZES, suffixes=("", "_ours"))
+    pick = lambda given: part[(part[list(given)] == pd.Series(given)).all(axis=1)].drop_duplicates(by)  # noqa: E731
+    both = pick(theirs).merge(pick(ours), on=by, suffixes=("", "_ours"))
     return common.geometric_mean(both.ms / both.ms_ours) if len(both) else float("nan")

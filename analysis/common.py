@@ -743,10 +743,13 @@ def missing_notes(data: pd.DataFrame, y: str = "ms") -> list[str]:
     return found
 
 
-def _adapter_notes(data: pd.DataFrame, most: int = 6) -> list[str]:
-    """The notes that adapters left in measured rows (a tuner cut short), each once per implementation."""
+def _adapter_notes(data: pd.DataFrame, most: int = 12) -> list[str]:
+    """The notes that adapters left in measured rows (a tuner cut short), each once, with all that left it."""
     noted = data[data.note.notna()].drop_duplicates(["impl", "note"])
-    lines = [f"{line.impl}: {textwrap.shorten(line.note, 160)}" for line in noted.itertuples()]
+    noted = noted.assign(_rank=noted.impl.map(rank)).sort_values("_rank", kind="stable")
+    lines = [
+        f"{', '.join(group.impl)}: {textwrap.shorten(note, 160)}" for note, group in noted.groupby("note", sort=False)
+    ]
     return lines[:most] + ([f"and {len(lines) - most} more notes in the rows"] if len(lines) > most else [])
 
 

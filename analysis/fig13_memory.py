@@ -22,6 +22,8 @@ from sonic.shapes import Shape
 
 SWEEP = "memory"
 ALSO = ("throughput",)
+QUANTITY = "held_gib"
+ANY_METHOD = True
 TITLE = "Memory of a training step by shape and implementation"
 
 #: What the adapters declare in `properties` (`kept`, `padding`), repeated because they import torch and figures do not;
@@ -48,8 +50,6 @@ KEPT: dict[str, tuple[tuple[str, ...], int]] = {
 
 _SIZES = list(load.SHAPE)
 _COLUMNS = {"held_gib": "held for the backward", "peak_gib": "peak"}
-#: Names here whose memory is that of one method of the paper; MoMoE's bars there include H and Y.
-_PAPER_NAME = {"momoe_save_all": "momoe"}
 _TICK_STYLE = {"color": "black", "linewidth": 1.3}
 
 
@@ -69,7 +69,7 @@ def select(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[(rows.op == "layer") & (rows["mode"] == "fwd_bwd")]
     if not rows.held_gib.notna().any():
         raise load.NothingLeft("no held bytes of a whole layer were measured")
-    data = common.label_series(load.pool_seeds(load.one_series(common.once_per_point(rows, SWEEP))))
+    data = common.label_series(load.pool_seeds(load.one_series(common.once_per_point(rows, SWEEP), any_method=True)))
     predicted = [
         predicted_gib(line.impl, Shape(*line[_SIZES]), None if pd.isna(line.R) else int(line.R), line["dtype"])
         for _, line in data.iterrows()
@@ -107,10 +107,9 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
             Line2D([], [], label="declared to be kept", marker="_", markersize=8, linestyle="none", color="black")
         )
     if marked:
-        handles.append(common.paper_handle("paper, H100 (Figs 1, 13; less weights)", line=False))
-    momoe = ["The paper's MoMoE stands on momoe_save_all too, which keeps H and Y as its bars do."]
-    notes = [*(momoe if marked and "momoe_save_all" in styles else []), *_saving_notes(data)]
-    sheet.finish(TITLE, _provenance(data), handles, [*notes, *common.notes(data, "held_gib")])
+        handles.append(common.paper_handle("paper, H100 (Figs 1, 13; less weights and output)", line=False))
+    notes = [*_saving_notes(data), *common.missing_notes(data, "held_gib")]
+    sheet.finish(TITLE, _provenance(data), handles, notes)
 
 
 def _provenance(data: pd.DataFrame) -> str:
@@ -123,7 +122,7 @@ def _provenance(data: pd.DataFrame) -> str:
 
 def _paper_held(table: pd.DataFrame) -> pd.Series:
     """The paper's held GiB of the same method for every line of `table`, NaN where it has none."""
-    named = table.assign(impl=table.impl.replace(_PAPER_NAME))
+    named = table.assign(impl=table.impl.replace(paper.AUTHORS))
     return common.lookup(named, paper.peak_memory(), [*_SIZES, "impl"], "held_gib")
 
 

@@ -55,7 +55,8 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
             positions = list(shapes.n)
             form = ".2g" if common.on_cpu(data) else ".0f"
             places = common.draw_bars(ax, part, styles, "n", "tflops", positions, layers.tflops.max(), form)
-            theirs = common.lookup(part, beside[mode], [*_SIZES, "impl"], "value")
+            named = part.assign(impl=part.impl.replace(paper.AUTHORS))
+            theirs = common.lookup(named, beside[mode], [*_SIZES, "impl"], "value")
             any_paper |= common.draw_paper_marks(ax, part.assign(paper=theirs), "n", places)
             if mode == "fwd":
                 _draw_bound(ax, bound[bound.panel == size], positions)

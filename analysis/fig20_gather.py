@@ -40,7 +40,7 @@ def _own(data: pd.DataFrame) -> list[str]:
 
 def draw(figure: Figure, data: pd.DataFrame) -> None:
     """A panel per op, a group of bars per shape, and our averages below the paper's."""
-    alone.draw(figure, data, TITLE, _QUANTITY, OPS, _SAID, _own(data), paper.KERNEL_GAINS["fig20"])
+    alone.draw(figure, data, TITLE, _QUANTITY, OPS, _SAID, _own(data), paper.KERNEL_GAINS["fig20"], "gather")
 
 
 def main() -> int:

@@ -21,16 +21,17 @@ from sonic.shapes import Shape
 
 SWEEP = "io"
 ALSO = ("granularity",)
+ANY_METHOD = True
 TITLE = "Bytes to and from memory against granularity"
 
 _MODES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 _SIZES = list(load.SHAPE)
 #: Implementation -> the method of the model that it is.
 METHOD = {
-    "sonic": "sonic", "sonicmoe_official": "sonic", "scattermoe": "scattermoe", "momoe": "momoe",
-    "momoe_save_all": "momoe", "torch_grouped_mm": "standard", "torch_loop": "standard",
+    "sonic": "sonic", "sonicmoe_official": "sonic", "scattermoe": "scattermoe", "momoe_save_all": "momoe",
+    "torch_grouped_mm": "standard", "torch_loop": "standard",
 }  # fmt: skip
-_NAMES = {"sonic": "sonic", "scattermoe": "scattermoe", "momoe": "momoe", "standard": "torch_grouped_mm"}
+_NAMES = {"sonic": "sonic", "scattermoe": "scattermoe", "momoe": "momoe_save_all", "standard": "torch_grouped_mm"}
 
 
 def select(rows: pd.DataFrame) -> pd.DataFrame:
@@ -39,7 +40,7 @@ def select(rows: pd.DataFrame) -> pd.DataFrame:
     if rows.empty:
         raise load.NothingLeft("no whole layer was measured")
     # `SWEEP` has the counters
-    data = common.label_series(load.pool_seeds(load.one_series(common.once_per_point(rows, SWEEP))))
+    data = common.label_series(load.pool_seeds(load.one_series(common.once_per_point(rows, SWEEP), any_method=True)))
     panel = [common.size_panel(*sizes) for sizes in data[_SIZES].itertuples(index=False)]
     return data.assign(panel=panel, dram_gib=data.dram_bytes / derive.GIB)
 
@@ -143,6 +144,11 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
         *_SIZES, "G", "mode", "impl", "series", "model_gib", "model_once_gib", "dram_gib", "dram_over_model",
         "dram_over_once",
     ]  # fmt: skip
+    shapes = common.shapes_in_order(out)
+    out = out.assign(
+        _mode=out["mode"].map(list(_MODES).index), _rank=out.impl.map(common.rank),
+        _place=[shapes.index(sizes) for sizes in out[_SIZES].itertuples(index=False, name=None)],
+    ).sort_values(["_place", "_mode", "_rank", "variant"])  # fmt: skip
     return out[columns].reset_index(drop=True)
 
 

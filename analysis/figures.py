@@ -117,7 +117,8 @@ def build(
         raise NotDrawn(f"no rows of {gpu} (there are some of {', '.join(slugs)}); {fill}", faults)
     chosen = load.choose_gpu(slugs, gpu)
     rows, _ = load.rows(results, (*sweeps, *also), chosen, method, clock)
-    newest, older = load.newest_method(rows)
+    # a figure of bytes minds no timing method
+    newest, older = (rows, 0) if getattr(module, "ANY_METHOD", False) else load.newest_method(rows)
     # else the figure itself says that its sweeps do not go together
     if set(rows.sweep) & set(sweeps) <= set(newest.sweep):
         rows = newest
@@ -130,7 +131,7 @@ def build(
         data = module.select(rows)
     except load.NothingLeft as error:
         raise NotDrawn(f"none of the {len(rows)} rows of {chosen} belongs in it ({error}); {fill}", faults) from None
-    if not data.ms.notna().any():
+    if not data[getattr(module, "QUANTITY", "ms")].notna().any():
         statuses = ", ".join(f"{count} {status}" for status, count in rows.status.value_counts().items())
         raise NotDrawn(f"no measured row of {chosen} (rows: {statuses or 'none'}); {fill}", faults)
     by_default = rows if (method, clock) == (None, "auto") else load.rows(results, (*sweeps, *also), chosen)[0]

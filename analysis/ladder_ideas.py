@@ -192,8 +192,9 @@ def _missing(status: str) -> str:
     return f"\N{MULTIPLICATION SIGN} {'not measured' if status == 'ok' else status.replace('_', ' ')}"
 
 
-def _bars(ax: Axes, here: pd.DataFrame, what: str, form: str, label: str) -> None:
-    """Horizontal bars of one quantity, what a rung saves in full colour beyond it."""
+def _bars(ax: Axes, here: pd.DataFrame, what: str, form: str, label: str, marks: str = "") -> None:
+    """Horizontal bars of one quantity, what a rung saves in full colour beyond it, their values beyond both and beyond
+    the column `marks`."""
     for at, line in enumerate(here.itertuples()):
         value = getattr(line, what)
         apart = line.rung in ("library", _ROUNDING)
@@ -208,6 +209,8 @@ def _bars(ax: Axes, here: pd.DataFrame, what: str, form: str, label: str) -> Non
         elif not apart and saved < 0:  # a rung that costs
             ax.barh(at, -saved, left=value + saved, height=0.7, facecolor="none", edgecolor=_COLOURS["below"])
         edge = value + (max(0.0, saved) if not apart and saved == saved else 0.0)
+        mark = getattr(line, marks, float("nan"))
+        edge = max(edge, mark) if mark == mark else edge
         ax.annotate(
             format(value, form), (edge, at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=6.5
         )
@@ -238,7 +241,7 @@ def _moved(ax: Axes, here: pd.DataFrame, _note: str) -> None:
     """The model with gathered rows once, and what counters say as marks."""
     names = ("model_once_gib", "saved_model_once_gib", "dram_gib")
     chain, unit = _in_unit(here[here.rung.isin(rungs())], *names)
-    _bars(ax, chain, "model_once_gib", ".3g", f"to and from memory, {unit}: model (bars), counters (marks)")
+    _bars(ax, chain, "model_once_gib", ".3g", f"to and from memory, {unit}: model (bars), counters (marks)", "dram_gib")
     if "dram_gib" in chain:
         ax.plot(chain.dram_gib, range(len(chain)), linestyle="", marker="o", color="black", markersize=4, zorder=5)
 

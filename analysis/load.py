@@ -239,8 +239,9 @@ def choose_gpu(slugs: Iterable[str], asked: str | None = None) -> str:
     return cards[0]
 
 
-def one_series(table: pd.DataFrame) -> pd.DataFrame:
-    """The table itself, once it holds rows of exactly one GPU, method version and clock, else SelectionError."""
+def one_series(table: pd.DataFrame, any_method: bool = False) -> pd.DataFrame:
+    """The table itself, once it holds rows of exactly one GPU, method version (unless `any_method`: bytes depend on
+    none) and clock, else SelectionError."""
     if table.empty:
         raise NothingLeft("no rows are left by the selection")
     for column, name, option in (
@@ -250,6 +251,8 @@ def one_series(table: pd.DataFrame) -> pd.DataFrame:
     ):
         found = sorted(table[column].dropna().unique())
         # Rows that were never measured (unavailable, oom) have no method.
+        if any_method and column == "method_version":
+            continue
         if len(found) > 1 or (column == "gpu" and not found):
             values = ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in found)
             raise SelectionError(

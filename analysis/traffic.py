@@ -41,12 +41,12 @@ def _of_paper(impl: str, gathered: tuple[int, int]) -> tuple[Multiples, Multiple
     return found[0], found[1]
 
 
-#: Method -> forward and backward. What is gathered inside a GEMM the paper's coefficients do not say.
+#: Method -> forward and backward. How many reads are gathers, in a GEMM or by a kernel, the coefficients do not say.
 MODEL: dict[str, tuple[Multiples, Multiples]] = {
     "sonic": _of_paper("sonic", gathered=(1, 3)),  # X | X, and dO twice
-    "scattermoe": _of_paper("scattermoe", gathered=(1, 0)),  # X | none: by kernels of their own
-    "momoe": _of_paper("momoe", gathered=(1, 0)),
-    "standard": _of_paper("standard_style", gathered=(0, 0)),
+    "scattermoe": _of_paper("scattermoe", gathered=(1, 2)),  # X | X and dO, by kernels of their own
+    "momoe": _of_paper("momoe_save_all", gathered=(1, 2)),
+    "standard": _of_paper("standard_style", gathered=(1, 1)),  # X | dO, X being kept in rows
 }
 
 

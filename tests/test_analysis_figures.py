@@ -133,6 +133,8 @@ def test_fig14_draws_bars_the_papers_marks_statuses_and_the_bound(results: Path)
     }
     assert marks == {
         *((common.look("sonic").colour, value) for value in (366.0, 435.0, 468.0)),
+        # the authors' package stands behind the paper's bars as well
+        *((common.look("sonicmoe_official").colour, value) for value in (366.0, 435.0, 468.0)),
         *((common.look("scattermoe").colour, value) for value in (208.0, 235.0, 266.0)),
     }
     assert [handle.get_text() for handle in drawn.figure.legends[0].get_texts()] == [

@@ -24,7 +24,7 @@ def test_every_number_has_a_source_a_kind_and_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("impl", "held"), [("sonic", 1.75), ("momoe", 3.75), ("scattermoe", 4.50), ("standard_style", 6.50)]
+    ("impl", "held"), [("sonic", 1.75), ("momoe_save_all", 3.75), ("scattermoe", 4.50), ("standard_style", 6.50)]
 )
 def test_held_formula_gives_the_authors_figure(impl: str, held: float) -> None:
     assert gib(paper.held_bytes(impl, QWEN3_235B)) == held
@@ -32,7 +32,12 @@ def test_held_formula_gives_the_authors_figure(impl: str, held: float) -> None:
 
 @pytest.mark.parametrize(
     ("impl", "fwd", "bwd"),
-    [("sonic", 13.75, 26.75), ("scattermoe", 15.25, 41.75), ("momoe", 15.75, 38.75), ("standard_style", 23.25, 39.75)],
+    [
+        ("sonic", 13.75, 26.75),
+        ("scattermoe", 15.25, 41.75),
+        ("momoe_save_all", 15.75, 38.75),
+        ("standard_style", 23.25, 39.75),
+    ],
 )
 def test_io_model_gives_the_authors_figure(impl: str, fwd: float, bwd: float) -> None:
     assert gib(paper.io_total(impl, "fwd", QWEN3_235B)) == fwd
