@@ -95,7 +95,7 @@ def rows(
 def _on_the_same_card(table: pd.DataFrame, ours: pd.DataFrame) -> list[float]:
     """For every line the newest `ms` of `sonic` for the same work on the same card by the same method, NaN without.
 
-    Rows of a sweep may be gathered on several cards, which differ by up to 15%: a ratio of two of them says little.
+    Rows of a sweep may be gathered on several cards, which differ by some percent: a ratio of two of them says little.
     """
     by = [*WORK, "gpu", "card", "method_version"]
     found = ours[ours.ms.notna() & ours.card.notna() & ours.tile_kernel.isna() & ours.tile_m.isna()]
