@@ -480,8 +480,8 @@ def draw_bars(
     """A group of bars at every position, one bar per series of `styles`: the median `y` with its p20 to p80 band for
     times and rates, its value at the foot, and in the place of a missing bar the status.
 
-    `top`: the highest bar on this scale; a bar too low for its value carries it on its head, one below zero above
-    itself. Returns where the bar of (series, position) stands.
+    `top`: the highest bar on this scale; a bar too low for its value carries it on its head, beyond the paper's mark of
+    a column `paper`, one below zero above itself. Returns where the bar of (series, position) stands.
     """
     width = 0.86 / max(1, len(styles))
     places = {}
@@ -497,11 +497,13 @@ def draw_bars(
         for place, position, (_, line) in zip(at, positions, group.iterrows(), strict=True):
             places[name, position] = float(place)
             there, inside = pd.notna(line[y]), line[y] > 0.25 * top
+            mark = line.get("paper")
+            beyond = mark if there and not inside and pd.notna(mark) and mark < 0.4 * top else 0
             status = "no row" if pd.isna(line.status) else f"no {y}" if line.status == "ok" else line.status
             ax.annotate(
                 format(line[y], form) if there else f"\N{MULTIPLICATION SIGN} {status.replace('_', ' ')}",
-                (place, max(line[y], 0) if there and not inside else 0), xytext=(0, 3), textcoords="offset points",
-                rotation=90, ha="center", va="bottom", fontsize=5.5, zorder=4,
+                (place, max(line[y], beyond, 0) if there and not inside else 0), xytext=(0, 5 if beyond else 3),
+                textcoords="offset points", rotation=90, ha="center", va="bottom", fontsize=5.5, zorder=4,
                 color=("white" if dark else "#1b1f24") if inside else style["edgecolor"],
                 path_effects=halo if inside else [],
             )  # fmt: skip

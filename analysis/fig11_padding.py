@@ -52,7 +52,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
         common.size_axis(ax, ticks, common.RHO_LABEL, ticks.get)
         ax.set_title(name)
     handles = common.series_handles(data, "wasted_tflop")
-    handles.append(common.formula_handle("paper's model of top-K: 64 rows per expert"))
+    handles.append(common.formula_handle("expected of top-K: half a tile, 64 rows per expert"))
     notes = [*_waste_notes(data), *common.notes(data, "wasted_tflop")]
     sheet.finish(TITLE, common.provenance(data, "counted, not timed"), handles, notes)
 

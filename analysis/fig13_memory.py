@@ -89,13 +89,15 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     marked = ticked = False
     for row, size in enumerate(sizes):
         part = data[data.panel == size]
+        held = part.assign(paper=_paper_held(part))
         shapes = part.drop_duplicates(_SIZES).sort_values("n")
         positions = list(shapes.n)
         for column, name in enumerate(columns):
             ax = sheet.axes[row, column]
-            places = common.draw_bars(ax, part, styles, "n", name, positions, part[name].max(), ".3g")
+            lines = held if name == "held_gib" else part
+            places = common.draw_bars(ax, lines, styles, "n", name, positions, part[name].max(), ".3g")
             if name == "held_gib":
-                marked |= common.draw_paper_marks(ax, part.assign(paper=_paper_held(part)), "n", places)
+                marked |= common.draw_paper_marks(ax, held, "n", places)
                 ticked |= _draw_predicted(ax, part, places, 0.86 / len(styles))
             common.value_axis(ax, "GiB" if column == 0 else "")
             ax.set_xticks(range(len(positions)), [f"{line.n}\n{line.E}/{line.K}" for line in shapes.itertuples()])

@@ -54,10 +54,10 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
             shapes = layers[layers.panel == size].drop_duplicates(_SIZES).sort_values("n")
             positions = list(shapes.n)
             form = ".2g" if common.on_cpu(data) else ".0f"
-            places = common.draw_bars(ax, part, styles, "n", "tflops", positions, layers.tflops.max(), form)
             named = part.assign(impl=part.impl.replace(paper.AUTHORS))
-            theirs = common.lookup(named, beside[mode], [*_SIZES, "impl"], "value")
-            any_paper |= common.draw_paper_marks(ax, part.assign(paper=theirs), "n", places)
+            part = part.assign(paper=common.lookup(named, beside[mode], [*_SIZES, "impl"], "value"))
+            places = common.draw_bars(ax, part, styles, "n", "tflops", positions, layers.tflops.max(), form)
+            any_paper |= common.draw_paper_marks(ax, part, "n", places)
             if mode == "fwd":
                 _draw_bound(ax, bound[bound.panel == size], positions)
             ticks = [f"{line.n}\n{line.E}/{line.K}" for line in shapes.itertuples()]

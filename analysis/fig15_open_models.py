@@ -39,16 +39,17 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     for ax, (mode, words) in zip(sheet.axes[:, 0], _PASSES.items(), strict=True):
         part = data[data["mode"] == mode]
         form = ".2g" if common.on_cpu(data) else ".0f"
+        named = part.assign(impl=part.impl.replace(paper.AUTHORS))
+        part = part.assign(paper=common.lookup(named, _paper_tflops(mode), [*_SIZES, "impl"], "value"))
         places = common.draw_bars(ax, part, styles, "model", "tflops", names, data.tflops.max(), form)
-        theirs = common.lookup(part, _paper_tflops(mode), [*_SIZES, "impl"], "value")
-        marked |= common.draw_paper_marks(ax, part.assign(paper=theirs), "model", places)
+        marked |= common.draw_paper_marks(ax, part, "model", places)
         ax.set_xticks(range(len(names)), common.model_ticks(data))
         ax.set_ylabel(f"model TFLOP/s{common.time_note(data)}")
         ax.set_title(words)
     common.share_scale(sheet)
     handles: list = common.bar_handles(data, "ms")
     handles += [common.paper_handle("paper, H100 (Fig 15; stated)", line=False)] if marked else []
-    notes = [*common.card_notes(data), *common.notes(data)]
+    notes = [*([paper.MODEL_T] if marked else []), *common.card_notes(data), *common.notes(data)]
     sheet.finish(TITLE, common.provenance(data), handles, notes)
 
 

@@ -101,6 +101,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
         else []
     )
     notes = [*common.gain_notes(found, _PASSES), *_cost_notes(found), *common.notes(data)]
+    notes += [paper.MODEL_T] if any(marked for marked, _ in drawn) else []
     sheet.finish(TITLE, common.provenance(data), handles, notes)
 
 

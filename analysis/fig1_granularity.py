@@ -76,6 +76,8 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
             "The paper's memory bars include the expert weights, and SonicMoE's its output too; "
             "the diamonds here are without them."
         )
+    if any_formula and (memory.impl == "scattermoe").any():
+        notes.append("ScatterMoE keeps silu(gate) beside A, which the paper's formula does not count.")
     sheet.finish(TITLE, common.provenance(data), handles, notes)
 
 

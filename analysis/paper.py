@@ -68,7 +68,9 @@ FIG16_PANELS = (
     (4096, 1024, 4, (32, 64, 128, 256)),
 )
 
-#: Models of Figs 15 and 17: (T, d, n, E, K). T is that of the B300 figure; the H100 figure does not print it.
+#: What figures of open models say of their tokens.
+MODEL_T = "The paper does not print T of its H100 figures; here it is that of its B300 figure."
+#: Models of Figs 15 and 17: (T, d, n, E, K). T is that of the B300 figure.
 MODEL_SHAPES = {
     "OLMoE-1B-7B-0125": (32768, 2048, 1024, 64, 8),
     "gpt-oss-20b": (32768, 2880, 2880, 64, 4),  # E as the figure prints it; the published model has 32 experts

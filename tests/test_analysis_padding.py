@@ -86,7 +86,7 @@ def test_fig11_draws_what_is_wasted_beside_the_papers_model(results: Path) -> No
     assert [text.get_text() for text in ax.texts] == ["\N{MULTIPLICATION SIGN} crashed"]
     assert ax.get_xticklabels()[3].get_text() == "256\n1/64"
     assert [handle.get_text() for handle in drawn.figure.legends[0].get_texts()] == [
-        "sonic (triton, top-K)", "sonic (triton, token rounding)", "paper's model of top-K: 64 rows per expert",
+        "sonic (triton, top-K)", "sonic (triton, token rounding)", "expected of top-K: half a tile, 64 rows per expert",
     ]  # fmt: skip
     text = " ".join(texts_of(drawn.figure).split())
     assert "Wasted by sonic (triton, top-K): 1.6% to 12.5% of the model FLOPs." in text
