@@ -71,10 +71,11 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
 
 
 def _skews(data: pd.DataFrame) -> list[str]:
-    """The distributions beside the uniform one, from even to uneven."""
+    """The distributions beside the uniform one, from even to uneven, those of unknown evenness behind."""
     order = ["balanced", "learned", "zipf", "hot"]
     names = data[data.routing != _UNIFORM].drop_duplicates("routing").sort_values(["distribution", "alpha"])
-    return sorted(names.routing, key=lambda name: order.index(name.split()[0]))
+    place = {name: number for number, name in enumerate(order)}
+    return sorted(names.routing, key=lambda name: place.get(name.split()[0], len(order)))
 
 
 def _tick(skew: str, ours: pd.DataFrame, mode: str, sizes: tuple[int, ...]) -> str:

@@ -65,7 +65,7 @@ def test_every_figure_file_is_found_and_complete() -> None:
         module = figures.module_of(figure_id)
         assert module.__doc__ and module.TITLE and module.SWEEP
         assert all(callable(getattr(module, name)) for name in ("select", "draw", "table", "main"))
-    with pytest.raises(KeyError, match="unknown figure 'fig99'; there are fig1"):
+    with pytest.raises(KeyError, match="unknown figure 'fig99'; there are distributions, fig1"):
         figures.module_of("fig99")
 
 
@@ -444,7 +444,7 @@ def test_command_line_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fig99"], "unknown figure 'fig99'; there are fig1"),
+        (["fig99"], "unknown figure 'fig99'; there are distributions, fig1"),
         (["tile", "--for-sweep", "tile"], "not both"),
         (["--gpu", "nvidia-b200"], "no rows of --gpu 'nvidia-b200'; there are rows of cpu, nvidia-h200"),
         (["--clock", "wall"], "invalid choice: 'wall'"),
