@@ -69,7 +69,7 @@ def draw(
     sheet.axes[-1, 0].set_xlabel("model size, n and E/K")
     said = [*(f"The paper, H100: {text}" for text in said), *_beside(data, gains)]
     handles = [Patch(label=series, **style) for series, style in styles.items()]
-    notes = [*said, *own, *_card_notes(data)] if not common.on_cpu(data) else []
+    notes = [*said, *own, *common.one_card_notes(data)] if not common.on_cpu(data) else []
     sheet.finish(title, common.provenance(data), handles, notes + common.notes(data))
 
 
@@ -98,11 +98,6 @@ def _looks(data: pd.DataFrame, quantity: str, field: str) -> dict[str, dict[str,
         share, style["hatch"] = _LOOKS[line[field]]
         style["facecolor"] = tuple(1 - (1 - part) * share for part in to_rgb(common.look(line.impl).colour))
     return styles
-
-
-def _card_notes(data: pd.DataFrame) -> list[str]:
-    cards = data[data.ms.notna()].card.nunique()
-    return [f"Rows of {cards} cards; ratios hold two rows of one card against each other."] if cards > 1 else []
 
 
 def _beside(data: pd.DataFrame, gains: Sequence[paper.KernelGain]) -> list[str]:

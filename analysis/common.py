@@ -718,6 +718,12 @@ def card_notes(data: pd.DataFrame) -> list[str]:
     return [f"{note}, save {lone} of {len(measured)}." if lone else f"{note}."]
 
 
+def one_card_notes(data: pd.DataFrame) -> list[str]:
+    """Where rows are of several cards and ratios are of one alone."""
+    cards = data[data.ms.notna()].card.nunique()
+    return [f"Rows of {cards} cards; ratios hold two rows of one card against each other."] if cards > 1 else []
+
+
 def row_notes(data: pd.DataFrame) -> list[str]:
     """What the measured rows say of themselves: the adapters' notes, throttling, clocks that changed between passes.
 

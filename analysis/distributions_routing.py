@@ -110,7 +110,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
             ax.set_ylabel(f"model TFLOP/s{common.time_note(data)}" if column == 0 else "")
     common.share_scale(sheet)
     once = data.drop_duplicates(list(load.POINT))
-    notes = [*_over_notes(data), *_router_notes(data), *_card_notes(data), *common.notes(once)]
+    notes = [*_over_notes(data), *_router_notes(data), *common.one_card_notes(data), *common.notes(once)]
     sheet.finish(TITLE, common.provenance(data), common.bar_handles(data, "ms"), notes)
 
 
@@ -169,11 +169,6 @@ def _router_notes(data: pd.DataFrame) -> list[str]:
 def _range(values: pd.Series) -> str:
     low, high = f"{values.min():.3f}", f"{values.max():.3f}"
     return low if low == high else f"{low} to {high}"
-
-
-def _card_notes(data: pd.DataFrame) -> list[str]:
-    cards = data[data.ms.notna()].card.nunique()
-    return [f"Rows of {cards} cards; ratios hold two rows of one card against each other."] if cards > 1 else []
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:

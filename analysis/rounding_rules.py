@@ -112,7 +112,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
     for ax in sheet.axes.flat:
         if not ax.has_data():
             ax.set_axis_off()
-    notes = [*_gain_notes(experts), *_cost_notes(routing), *_card_notes(data), *common.notes(data)]
+    notes = [*_gain_notes(experts), *_cost_notes(routing), *common.one_card_notes(data), *common.notes(data)]
     sheet.finish(TITLE, common.provenance(data), _handles(data, bool(costs)), notes)
 
 
@@ -220,11 +220,6 @@ def _cost_notes(routing: pd.DataFrame) -> list[str]:
 def _range(values: pd.Series, form: str) -> str:
     low, high = format(values.min(), form), format(values.max(), form)
     return low if low == high else f"{low} to {high}"
-
-
-def _card_notes(data: pd.DataFrame) -> list[str]:
-    cards = data[data.ms.notna()].card.nunique()
-    return [f"Rows of {cards} cards; ratios hold two rows of one card against each other."] if cards > 1 else []
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:

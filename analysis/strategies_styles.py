@@ -77,7 +77,7 @@ def draw(figure: Figure, data: pd.DataFrame) -> None:
             common.value_axis(ax, unit + (common.time_note(data) if column == "ms" and number == 0 else ""))
             ax.set_title(f"{common.shape_name(*sizes)}, {words}")
             ax.set_xlabel(f"below: {unit} over that of {load.OURS}", fontsize=6.5)
-    notes = [*_equal_notes(data), *_over_notes(data), *_card_notes(data), *common.notes(data)]
+    notes = [*_equal_notes(data), *_over_notes(data), *common.one_card_notes(data), *common.notes(data)]
     sheet.finish(TITLE, common.provenance(data), common.bar_handles(data, "ms"), notes)
 
 
@@ -104,11 +104,6 @@ def _over_notes(data: pd.DataFrame) -> list[str]:
             mean = f"geometric mean of {shapes} shapes" if shapes > 1 else "one shape"
             notes.append(f"{series} over {load.OURS}: {', '.join(parts)} ({mean}).")
     return notes or [f"No point has both {load.OURS} and a strategy measured, so there is no ratio."]
-
-
-def _card_notes(data: pd.DataFrame) -> list[str]:
-    cards = data[data.ms.notna()].card.nunique()
-    return [f"Rows of {cards} cards; ratios of times hold two rows of one card."] if cards > 1 else []
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:
